@@ -1,0 +1,1 @@
+"""The job API from the client's side."""

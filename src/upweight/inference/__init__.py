@@ -1,0 +1,1 @@
+"""Prompts → tokens: scheduler (plain Python), runner (device), engine (loop)."""

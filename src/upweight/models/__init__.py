@@ -1,0 +1,1 @@
+"""Decoders as Flax NNX modules, LoRA."""

@@ -1,0 +1,1 @@
+"""Runs a user's rollout function against a job and uploads what it returns."""

@@ -1,0 +1,1 @@
+"""Which rollouts may start and which batch their samples enter."""

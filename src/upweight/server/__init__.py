@@ -1,0 +1,1 @@
+"""A job's life: HTTP API, store, worker (engine + trainer)."""

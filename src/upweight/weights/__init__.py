@@ -1,0 +1,1 @@
+"""Reads and writes parameters: safetensors, GGUF, checkpoints, versions."""
