@@ -1,0 +1,73 @@
+"""The command `upweight`.
+
+Invariants
+- `upweight --help` imports neither JAX nor openai nor FastAPI: each command imports what it needs when it runs.
+- An error of ours is one line on stderr, `error: …`, and exit code 1; a wrong option is exit code 2. A traceback means a
+  bug, or UPWEIGHT_TRACEBACK=1.
+"""
+
+import os
+import sys
+from typing import Annotated, NoReturn
+
+import typer
+
+from upweight import __version__
+from upweight.errors import UpweightError
+
+app = typer.Typer(
+    name="upweight",
+    help="Reinforcement fine-tuning: serve models, run training jobs, try them.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+# Packages of the extra `local`: the light install does not have them.
+_LOCAL_PACKAGES = {"jax", "flax", "optax", "orbax", "numpy", "ml_dtypes", "safetensors", "gguf", "tokenizers", "jinja2"}
+_LOCAL_PACKAGES |= {"fastapi", "starlette", "uvicorn", "sqlalchemy", "psutil"}
+
+
+def main() -> None:
+    """Entry point of the command; ends the process with its exit code."""
+    try:
+        app()
+    except UpweightError as error:
+        _fail(error, str(error))
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in _LOCAL_PACKAGES:
+            raise
+        _fail(error, f"{error.name} is not installed: pip install 'upweight[local]'")
+
+
+def _fail(error: Exception, message: str) -> NoReturn:
+    if os.environ.get("UPWEIGHT_TRACEBACK") == "1":
+        raise error
+    print("error:", " ".join(message.split()), file=sys.stderr)
+    raise SystemExit(1) from None
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Options of every command."""
+
+
+@app.command()
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines.")] = False,
+) -> None:
+    """Check this machine and say what to do about what is missing. Exit code 1 when something needed is missing."""
+    from upweight.cli.doctor import run_doctor
+
+    raise typer.Exit(run_doctor(as_json=as_json))
