@@ -1,0 +1,41 @@
+"""Log-probs of given tokens without ever keeping the logits of all positions."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+CHUNK = 256
+
+
+def target_logprobs(
+    hidden_NH: jax.Array, head_VH: jax.Array, target_N: jax.Array, temperature_N: jax.Array, *, entropy: bool = False
+) -> tuple[jax.Array, jax.Array | None]:
+    """log_softmax(hidden·headᵀ / T)[target] and, if asked for, the entropy of that distribution; float32 [N].
+
+    Works through chunks of 256 positions; with more than one chunk the backward pass computes each chunk's logits again.
+    """
+
+    def one(chunk: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        hidden, target, temperature = chunk
+        logits = jnp.einsum("nh,vh->nv", hidden, head_VH, preferred_element_type=jnp.float32) / temperature[:, None]
+        total = jax.nn.logsumexp(logits, axis=-1)
+        chosen = jnp.take_along_axis(logits, target[:, None], axis=-1)[:, 0]
+        return chosen - total, _entropy(logits, total) if entropy else jnp.zeros_like(total)
+
+    count = hidden_NH.shape[0]
+    if count <= CHUNK:
+        logprobs, spread = one((hidden_NH, target_N, temperature_N))
+    else:
+        chunks = jax.tree.map(
+            lambda x: x.reshape(count // CHUNK, CHUNK, *x.shape[1:]), (hidden_NH, target_N, temperature_N)
+        )
+        logprobs, spread = jax.tree.map(lambda x: x.reshape(count), jax.lax.map(jax.checkpoint(one), chunks))
+    return logprobs, spread if entropy else None
+
+
+def _entropy(logits: jax.Array, total: jax.Array) -> jax.Array:
+    """−Σ p log p per row, with 0·log 0 = 0."""
+    logp = logits - total[:, None]
+    p = jnp.exp(logp)
+    return -jnp.sum(jnp.where(p > 0, p * logp, 0.0), axis=-1)

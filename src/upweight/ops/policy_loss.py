@@ -1,0 +1,149 @@
+"""Policy losses per token, and how they are summed up.
+
+One signature for losses: (lp, old, advantage, trained, sample, limits) → [N] float32, where N runs over the trained tokens of a
+batch, `lp` are their log-probs under the policy being trained (carrying the gradient), `old` those of the policy that the ratio
+is against, `advantage` one value a token, `trained` 1 or 0, `sample` the number of the token's sequence.
+Tables are at the end. Masked entries influence neither value nor gradient, whatever they hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+LOG_RATIO_LIMIT = 20.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Static bounds of a loss. clip: ratio in [1 − low, 1 + high]; cispo_max: cap of its weight."""
+
+    low: float = 0.2
+    high: float = 0.2
+    cispo_max: float = 5.0
+    num_samples: int = 1
+
+
+def masked(x: jax.Array, trained: jax.Array) -> jax.Array:
+    """x where trained, else 0: selected before any arithmetic, so that NaN at a masked place stays there."""
+    return jnp.where(trained > 0, x, 0.0)
+
+
+def log_ratio(lp: jax.Array, old: jax.Array, trained: jax.Array) -> jax.Array:
+    """lp − old, clamped to ±20 (verl), 0 where masked."""
+    return jnp.clip(masked(lp, trained) - masked(old, trained), -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
+def _clipped(ratio: jax.Array, advantage: jax.Array, limits: Limits) -> jax.Array:
+    return -jnp.minimum(ratio * advantage, jnp.clip(ratio, 1 - limits.low, 1 + limits.high) * advantage)
+
+
+def clip_token(
+    lp: jax.Array, old: jax.Array, advantage: jax.Array, trained: jax.Array, sample: jax.Array, limits: Limits
+) -> jax.Array:
+    """−min(ρÂ, clip(ρ, 1−ε, 1+ε_high)Â), ρ per token (PPO, Schulman et al. 2017)."""
+    return masked(_clipped(jnp.exp(log_ratio(lp, old, trained)), advantage, limits), trained)
+
+
+def clip_sequence(
+    lp: jax.Array, old: jax.Array, advantage: jax.Array, trained: jax.Array, sample: jax.Array, limits: Limits
+) -> jax.Array:
+    """The same with one ratio a sequence, exp(mean log-ratio) (GSPO, Zheng et al. 2025)."""
+    total, count = _per_sample(log_ratio(lp, old, trained), trained, sample, limits.num_samples)
+    ratio = jnp.exp(total / jnp.maximum(count, 1.0))[sample]
+    return masked(_clipped(ratio, advantage, limits), trained)
+
+
+def clip_sequence_sum(
+    lp: jax.Array, old: jax.Array, advantage: jax.Array, trained: jax.Array, sample: jax.Array, limits: Limits
+) -> jax.Array:
+    """One ratio of whole-sequence probabilities, exp(Σ log-ratio); the term counts once a sequence (RLOO).
+
+    Each token carries 1/length of its sequence's term, so that a token sum gives one term per sequence.
+    """
+    total, count = _per_sample(log_ratio(lp, old, trained), trained, sample, limits.num_samples)
+    ratio = jnp.exp(jnp.clip(total, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))[sample]
+    return masked(_clipped(ratio, advantage, limits) / jnp.maximum(count, 1.0)[sample], trained)
+
+
+def cispo(
+    lp: jax.Array, old: jax.Array, advantage: jax.Array, trained: jax.Array, sample: jax.Array, limits: Limits
+) -> jax.Array:
+    """−sg(min(ρ, ρ_max))·Â·lp (CISPO, MiniMax 2025): no token loses its gradient to clipping."""
+    weight = jax.lax.stop_gradient(jnp.minimum(jnp.exp(log_ratio(lp, old, trained)), limits.cispo_max))
+    return masked(-weight * advantage * masked(lp, trained), trained)
+
+
+def _per_sample(x: jax.Array, trained: jax.Array, sample: jax.Array, num: int) -> tuple[jax.Array, jax.Array]:
+    """Sum of x and number of trained tokens of each sequence, [num]."""
+    return (
+        jax.ops.segment_sum(masked(x, trained), sample, num),
+        jax.ops.segment_sum(trained.astype(jnp.float32), sample, num),
+    )
+
+
+def sum_tokens(x: jax.Array, trained: jax.Array, sample: jax.Array, num: int) -> jax.Array:
+    """Σ m x."""
+    return jnp.sum(masked(x, trained))
+
+
+def sum_token_means(x: jax.Array, trained: jax.Array, sample: jax.Array, num: int) -> jax.Array:
+    """Σ over sequences of their token means."""
+    total, count = _per_sample(x, trained, sample, num)
+    return jnp.sum(total / jnp.maximum(count, 1.0))
+
+
+@dataclass(frozen=True)
+class Aggregation:
+    """Loss = numerator / divisor, both over the whole optimizer batch, so that any split into micro-batches adds up."""
+
+    numerator: Callable[[jax.Array, jax.Array, jax.Array, int], jax.Array]
+    per: str  # what the divisor counts: "tokens", "sequences" with a trained token, or "sequences_x_length"
+
+    def divisor(self, num_tokens: int, num_sequences: int, max_length: int) -> float:
+        count = {
+            "tokens": num_tokens,
+            "sequences": num_sequences,
+            "sequences_x_length": num_sequences * max_length,
+        }[self.per]
+        return float(max(count, 1))
+
+
+def kl_k1(lp: jax.Array, ref: jax.Array, trained: jax.Array) -> jax.Array:
+    """lp − ref."""
+    return log_ratio(lp, ref, trained)
+
+
+def kl_k2(lp: jax.Array, ref: jax.Array, trained: jax.Array) -> jax.Array:
+    """½(lp − ref)²."""
+    return 0.5 * log_ratio(lp, ref, trained) ** 2
+
+
+def kl_k3(lp: jax.Array, ref: jax.Array, trained: jax.Array) -> jax.Array:
+    """exp(ref − lp) − 1 + (lp − ref) (Schulman 2020)."""
+    d = log_ratio(lp, ref, trained)
+    return masked(jnp.exp(-d) - 1.0 + d, trained)
+
+
+Loss = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, Limits], jax.Array]
+
+LOSSES: dict[str, Loss] = {
+    "clip": clip_token,
+    "clip_sequence": clip_sequence,
+    "clip_sequence_sum": clip_sequence_sum,
+    "cispo": cispo,
+}
+AGGREGATIONS: dict[str, Aggregation] = {
+    "token_mean": Aggregation(sum_tokens, "tokens"),
+    "seq_mean_token_mean": Aggregation(sum_token_means, "sequences"),
+    "seq_mean_token_sum": Aggregation(sum_tokens, "sequences"),
+    "seq_mean_token_sum_norm": Aggregation(sum_tokens, "sequences_x_length"),
+}
+KL_ESTIMATORS: dict[str, Callable[[jax.Array, jax.Array, jax.Array], jax.Array]] = {
+    "k1": kl_k1,
+    "k2": kl_k2,
+    "k3": kl_k3,
+}

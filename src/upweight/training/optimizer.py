@@ -1,0 +1,36 @@
+"""The optimizer of a policy trainer: clipped AdamW with a schedule, all of optax."""
+
+from __future__ import annotations
+
+import optax
+
+from upweight.errors import ConfigError
+from upweight.training.settings import PolicySettings
+
+
+def learning_rate(settings: PolicySettings) -> optax.Schedule:
+    """Steps made so far → learning rate. `linear` and `cosine` fall to 0 over the job's batches; without a number of
+    batches there is no end to fall to, and the rate stays constant."""
+    peak, warmup, total = settings.learning_rate, settings.warmup_steps, settings.total_steps
+    steps = None if total is None else max(1, total * settings.epochs - warmup)
+    if settings.lr_schedule == "constant" or steps is None:
+        after = optax.constant_schedule(peak)
+    elif settings.lr_schedule == "linear":
+        after = optax.linear_schedule(peak, 0.0, steps)
+    elif settings.lr_schedule == "cosine":
+        after = optax.cosine_decay_schedule(peak, steps)
+    else:
+        raise ConfigError(f"lr_schedule {settings.lr_schedule!r} is not known; known: constant, linear, cosine")
+    if warmup == 0:
+        return after
+    # The first step already moves: rate (i + 1)/warmup of the peak.
+    return optax.join_schedules([optax.linear_schedule(peak / warmup, peak, max(1, warmup - 1)), after], [warmup])
+
+
+def make_optimizer(settings: PolicySettings) -> optax.GradientTransformation:
+    return optax.chain(
+        optax.clip_by_global_norm(settings.max_grad_norm),
+        optax.adamw(
+            learning_rate(settings), b1=settings.adam_b1, b2=settings.adam_b2, weight_decay=settings.weight_decay
+        ),
+    )
