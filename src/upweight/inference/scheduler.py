@@ -1,0 +1,192 @@
+"""Which rows run in the next step (plain Python: no array library).
+
+A row's tokens are prompt + output. Keys and values exist for the first `computed` of them. Prefill computes all but the last
+token; the last one always goes through a decode step, which also draws the next. So prefill never needs logits, and a prompt
+that is already known joins the decode batch at once.
+
+Invariants:
+* A row decodes in every step from its first one to its last, unless it is preempted for want of pages.
+* Rows are admitted in order of arrival. A preempted row keeps its tokens and is admitted again before newer ones.
+* A prefix becomes known in the step that computes it, so rows admitted later in the same step share it.
+* Nothing computed under one weights version becomes a known prefix of another.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from upweight.inference.pages import PagePool, PrefixTree
+from upweight.inference.types import Request
+
+
+@dataclass(eq=False, kw_only=True)
+class Row:
+    """One running request."""
+
+    request: Request
+    tokens: list[int]
+    limit: int  # most tokens that prompt + output may reach
+    seed: int
+    pages: list[int] = field(default_factory=list)
+    computed: int = 0
+    version: int = 0  # weights version of all its keys and values so far; −1 = mixed
+    cached_tokens: int = 0
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - len(self.request.prompt_ids)
+
+    @property
+    def missing(self) -> int:
+        """Tokens to prefill before the row can decode."""
+        return len(self.tokens) - 1 - self.computed
+
+
+@dataclass(frozen=True)
+class PrefillPiece:
+    row: Row
+    start: int  # first token of the piece
+    count: int
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    prefill: list[PrefillPiece]
+    decode: list[Row]
+
+    @property
+    def empty(self) -> bool:
+        return not self.prefill and not self.decode
+
+
+class Scheduler:
+    """Admission, prefill budget, pages and preemption of up to `max_rows` rows."""
+
+    def __init__(self, *, max_rows: int, num_pages: int, prefill_budget: int = 512) -> None:
+        self.max_rows = max_rows
+        self.prefill_budget = prefill_budget
+        self.pool = PagePool(num_pages)
+        self.prefixes = PrefixTree(self.pool)
+        self.version = 0
+        self.waiting: deque[Row] = deque()
+        self.running: list[Row] = []
+        self.preemptions = 0
+        self.prefilled_tokens = 0
+
+    @property
+    def capacity(self) -> int:
+        """Most tokens that one row can ever have pages for."""
+        return self.pool.num_pages - 1
+
+    def add(self, row: Row) -> None:
+        self.waiting.append(row)
+
+    def plan(self) -> StepPlan:
+        """The next step; what it says is taken as done by the calls that follow.
+
+        Rows that decode get their pages first, so that nothing planned here is ever preempted here.
+        """
+        decode = self._plan_decode()
+        pieces: list[PrefillPiece] = []
+        budget = self.prefill_budget
+        for row in self.running:
+            budget -= self._plan_prefill(row, budget, pieces)
+        while self.waiting and len(self.running) < self.max_rows and budget > 0:
+            if not self._admit(self.waiting[0]):
+                break
+            row = self.waiting.popleft()
+            self.running.append(row)
+            budget -= self._plan_prefill(row, budget, pieces)
+        chosen = set(map(id, decode))
+        for row in self.running:
+            if not row.missing and id(row) not in chosen and self._has_page():
+                row.pages.append(self.pool.take())
+                decode.append(row)
+        return StepPlan(pieces, decode)
+
+    def advance(self, row: Row, token: int) -> None:
+        """The row's last token was computed and the next one drawn."""
+        row.computed += 1
+        if row.version != self.version:
+            row.version = -1
+        row.tokens.append(token)
+
+    def finish(self, row: Row) -> None:
+        """Takes the row out (running or waiting); what it computed stays known while pages last."""
+        if row in self.running:
+            self.running.remove(row)
+            self._remember(row)
+        else:
+            self.waiting.remove(row)
+        self._release(row)
+
+    def set_version(self, version: int) -> None:
+        """The next step uses other weights; running rows go on over the keys and values they have."""
+        self.version = version
+        self.prefixes.clear()
+
+    def _admit(self, row: Row) -> bool:
+        known = self.prefixes.match(row.tokens[:-1])
+        need = len(row.tokens) - len(known)
+        self.prefixes.evict(need)
+        if self.pool.num_free < need and self.running:
+            for page in known:
+                self.pool.release(page)
+            return False
+        row.pages = known
+        row.computed = len(known)
+        row.cached_tokens = max(row.cached_tokens, len(known))
+        row.version = self.version
+        return True
+
+    def _plan_prefill(self, row: Row, budget: int, pieces: list[PrefillPiece]) -> int:
+        count = min(row.missing, budget)
+        if count <= 0:
+            return 0
+        self.prefixes.evict(count)
+        count = min(count, self.pool.num_free)
+        if count == 0:
+            return 0
+        pieces.append(PrefillPiece(row, row.computed, count))
+        row.pages.extend(self.pool.take() for _ in range(count))
+        row.computed += count
+        self.prefilled_tokens += count
+        if row.version != self.version:
+            row.version = -1
+        self._remember(row)
+        return count
+
+    def _has_page(self) -> bool:
+        self.prefixes.evict(1)
+        return self.pool.num_free > 0
+
+    def _plan_decode(self) -> list[Row]:
+        """Every row that is ready, oldest first; the youngest rows make room when pages run out."""
+        ready: list[Row] = []
+        for row in list(self.running):
+            if row.missing or row not in self.running:
+                continue
+            while not self._has_page():
+                self._preempt(self.running[-1])
+            if row in self.running:
+                row.pages.append(self.pool.take())
+                ready.append(row)
+        return ready
+
+    def _preempt(self, row: Row) -> None:
+        """Gives the row's pages back; it goes on later with the tokens it has."""
+        self.running.remove(row)
+        self._release(row)
+        row.computed = 0
+        self.waiting.appendleft(row)
+        self.preemptions += 1
+
+    def _remember(self, row: Row) -> None:
+        if row.version == self.version and row.computed:
+            self.prefixes.insert(row.tokens[: row.computed], row.pages[: row.computed])
+
+    def _release(self, row: Row) -> None:
+        for page in row.pages:
+            self.pool.release(page)
+        row.pages = []

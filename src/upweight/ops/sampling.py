@@ -1,0 +1,141 @@
+"""Logits → one token a row, with the log-prob of the distribution it was drawn from and the raw one.
+
+Order per row: temperature → top-k → top-p → softmax → draw. Rows are independent: a row's draw depends on its own logits, its
+own seed and its own count of tokens alone. Axes: B rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+PARTIAL = 128  # largest logits that filters look at first; rows that need more fall back to an exact search
+_BLOCK = 256
+
+
+class SamplingInputs(NamedTuple):
+    """Settings of each row of a decode step."""
+
+    temperature: jax.Array  # float32 [B]; 0 = greedy
+    top_k: jax.Array  # int32 [B]; 0 = off
+    top_p: jax.Array  # float32 [B]; 1 = off
+    seed: jax.Array  # uint32 [B,2]
+    count: jax.Array  # int32 [B], tokens that the row has drawn before
+
+
+class Draw(NamedTuple):
+    token: jax.Array  # int32 [B]
+    logprob: jax.Array  # float32 [B], under the distribution drawn from; the raw value for a greedy row
+    raw_logprob: jax.Array  # float32 [B], log_softmax of the untouched logits
+
+
+def draw(logits_BV: jax.Array, inputs: SamplingInputs, *, filtered: bool) -> Draw:
+    """`filtered` False leaves out top-k and top-p for the whole batch: a cheaper program for when no row uses them."""
+    logits = logits_BV.astype(jnp.float32)
+    greedy = inputs.temperature <= 0
+    scaled = logits / jnp.where(greedy, 1.0, inputs.temperature)[:, None]
+    if filtered:
+        scaled = apply_filters(scaled, inputs.top_k, inputs.top_p)
+    total = jax.nn.logsumexp(scaled, axis=-1)
+    sampled = _inverse_cdf(jnp.exp(scaled - total[:, None]), _uniforms(inputs))
+    token = jnp.where(greedy, jnp.argmax(logits, axis=-1), sampled).astype(jnp.int32)
+    raw = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0] - jax.nn.logsumexp(logits, axis=-1)
+    own = jnp.take_along_axis(scaled, token[:, None], axis=-1)[:, 0] - total
+    return Draw(token, jnp.where(greedy, raw, own), raw)
+
+
+def apply_filters(scaled_BV: jax.Array, top_k_B: jax.Array, top_p_B: jax.Array) -> jax.Array:
+    """Logits with −inf outside the kept set.
+
+    top-k keeps values ≥ the k-th largest; top-p then keeps the smallest set of largest probabilities whose sum reaches p,
+    the token that crosses included. Values equal to a border are kept.
+    """
+    vocab = scaled_BV.shape[-1]
+    best = jax.lax.top_k(scaled_BV, min(PARTIAL, vocab))[0]
+    scaled = jnp.where(scaled_BV >= _k_border(scaled_BV, best, top_k_B)[:, None], scaled_BV, -jnp.inf)
+    return jnp.where(scaled >= _p_border(scaled, best, top_p_B)[:, None], scaled, -jnp.inf)
+
+
+def _k_border(scaled: jax.Array, best: jax.Array, top_k: jax.Array) -> jax.Array:
+    vocab, seen = scaled.shape[-1], best.shape[-1]
+    off = (top_k <= 0) | (top_k >= vocab)
+    near = jnp.take_along_axis(best, jnp.clip(top_k - 1, 0, seen - 1)[:, None], axis=-1)[:, 0]
+    far = ~off & (top_k > seen)
+
+    def enough(border: jax.Array) -> jax.Array:
+        return jnp.sum(scaled >= border[:, None], axis=-1) >= top_k
+
+    exact = jax.lax.cond(jnp.any(far), lambda: _largest_border(scaled, enough), lambda: near)
+    return jnp.where(off, -jnp.inf, jnp.where(far, exact, near))
+
+
+def _p_border(scaled: jax.Array, best: jax.Array, top_p: jax.Array) -> jax.Array:
+    total = jax.nn.logsumexp(scaled, axis=-1)
+    kept = best >= jnp.min(jnp.where(jnp.isfinite(scaled), scaled, jnp.inf), axis=-1)[:, None]
+    mass = jnp.cumsum(jnp.where(kept, jnp.exp(best - total[:, None]), 0.0), axis=-1)
+    reached = mass >= top_p[:, None]
+    near = jnp.take_along_axis(best, jnp.argmax(reached, axis=-1)[:, None], axis=-1)[:, 0]
+    off = top_p >= 1
+    far = ~off & ~jnp.any(reached, axis=-1)
+
+    def enough(border: jax.Array) -> jax.Array:
+        above = jnp.where(scaled >= border[:, None], jnp.exp(scaled - total[:, None]), 0.0)
+        return jnp.sum(above, axis=-1) >= top_p
+
+    exact = jax.lax.cond(jnp.any(far), lambda: _largest_border(scaled, enough), lambda: near)
+    return jnp.where(off, -jnp.inf, jnp.where(far, exact, near))
+
+
+def _largest_border(values: jax.Array, enough: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """Per row the largest float at which `enough` still holds: a bisection over the ordered bit patterns of floats."""
+
+    def as_float(order: jax.Array) -> jax.Array:
+        return jax.lax.bitcast_convert_type(jnp.where(order >= 0, order, order ^ 0x7FFFFFFF), jnp.float32)
+
+    infinity = 0x7F800000
+    low = jnp.full(values.shape[0], -infinity - 1, jnp.int32)  # −inf: everything is kept
+    high = jnp.full(values.shape[0], infinity, jnp.int32)
+
+    def halve(_: int, ends: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        low, high = ends
+        middle = (low >> 1) + (high >> 1) + (low & high & 1)
+        good = enough(as_float(middle))
+        return jnp.where(good, middle, low), jnp.where(good, high, middle)
+
+    low, _ = jax.lax.fori_loop(0, 32, halve, (low, high))
+    return as_float(low)
+
+
+def _uniforms(inputs: SamplingInputs) -> jax.Array:
+    def one(seed: jax.Array, count: jax.Array) -> jax.Array:
+        key = jax.random.fold_in(jax.random.wrap_key_data(seed), count)
+        return jax.random.uniform(key, (), jnp.float32)
+
+    return jax.vmap(one)(inputs.seed, inputs.count)
+
+
+def _inverse_cdf(probs_BV: jax.Array, uniform_B: jax.Array) -> jax.Array:
+    """The token at which the cumulative probability passes u, in two levels so that no long running sum is needed.
+
+    Never returns a token of probability 0.
+    """
+    rows, vocab = probs_BV.shape
+    padded = jnp.pad(probs_BV, ((0, 0), (0, -vocab % _BLOCK))).reshape(rows, -1, _BLOCK)
+    sums = jnp.sum(padded, axis=-1)
+    running = jnp.cumsum(sums, axis=-1)
+    aim = uniform_B * running[:, -1]
+    block = _first_above(running, aim, sums > 0)
+    before = jnp.take_along_axis(running - sums, block[:, None], axis=-1)[:, 0]
+    inside = jnp.take_along_axis(padded, block[:, None, None], axis=1)[:, 0]
+    place = _first_above(jnp.cumsum(inside, axis=-1), aim - before, inside > 0)
+    return block * _BLOCK + place
+
+
+def _first_above(running: jax.Array, aim_B: jax.Array, positive: jax.Array) -> jax.Array:
+    """First index with running > aim and a positive share; the last positive one when rounding leaves none."""
+    passed = (running > aim_B[:, None]) & positive
+    last = positive.shape[-1] - 1 - jnp.argmax(positive[:, ::-1], axis=-1)
+    return jnp.where(jnp.any(passed, axis=-1), jnp.argmax(passed, axis=-1), last)

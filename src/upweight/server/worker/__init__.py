@@ -1,0 +1,1 @@
+"""A job's worker process: model, engine and trainer behind the routes of `worker_protocol`."""

@@ -1,0 +1,61 @@
+"""`python -m upweight.server.worker SPEC.json`: one job's worker. Ends when its standard input does."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+from pathlib import Path
+
+from upweight.errors import UpweightError
+from upweight.server.worker_protocol import WorkerSpec
+
+LOAD_FAILED = 3
+
+
+def main() -> None:
+    spec = WorkerSpec.model_validate_json(Path(sys.argv[1]).read_bytes())
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("jax").setLevel(logging.WARNING)
+    threading.Thread(target=_die_with_parent, name="parent", daemon=True).start()
+
+    import jax
+    import uvicorn
+
+    from upweight.server.worker.app import make_app
+    from upweight.server.worker.core import WorkerCore
+
+    if spec.cache_folder:
+        jax.config.update("jax_compilation_cache_dir", spec.cache_folder)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+    core = WorkerCore(spec)
+    core.start()
+    threading.Thread(target=_end_if_loading_fails, args=(core,), name="load-watch", daemon=True).start()
+    uvicorn.run(make_app(core), uds=spec.socket, log_level="warning", access_log=False, timeout_graceful_shutdown=1)
+    # Compilation and running steps hold threads that cannot be joined in bounded time.
+    os._exit(0)
+
+
+def _die_with_parent() -> None:
+    """The parent holds the other end of standard input; whatever kills it closes that end."""
+    while os.read(0, 4096):
+        pass
+    os._exit(0)
+
+
+def _end_if_loading_fails(core: object) -> None:
+    from upweight.server.worker.core import WorkerCore
+
+    assert isinstance(core, WorkerCore)
+    try:
+        core.wait_ready()
+    except UpweightError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        os._exit(LOAD_FAILED)
+    except Exception:  # the traceback was logged where it was caught
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,183 @@
+"""Engine and trainer of one job in one process; they share parameters and a version number and nothing else.
+
+`train` is hops 6–9 of an item's journey: packed arrays → update → version n + 1 with a fingerprint → the engine swaps to it.
+"""
+
+from __future__ import annotations
+
+import logging
+import resource
+import sys
+import threading
+import time
+from pathlib import Path
+
+from upweight.errors import TrainingError, UpweightError
+from upweight.inference.engine import Engine
+from upweight.models.layers import Params
+from upweight.server.worker_protocol import (
+    CheckpointResult,
+    TrainBatch,
+    TrainResult,
+    WorkerMode,
+    WorkerPhase,
+    WorkerSpec,
+    WorkerState,
+)
+from upweight.training.checkpoints import load_checkpoint, prune_checkpoints, save_checkpoint
+from upweight.training.policy_trainer import PolicyTrainer
+from upweight.training.settings import PolicySettings
+from upweight.weights.fingerprint import fingerprint
+from upweight.weights.loading import LoadedModel, load_model, save_model
+
+log = logging.getLogger(__name__)
+
+
+class OutOfOrder(TrainingError):
+    """A batch that is not the next one."""
+
+
+class WorkerCore:
+    """Loads on its own thread; `wait_ready` returns when requests can be answered and batches trained."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        self.spec = spec
+        self._phase = WorkerPhase.LOADING
+        self._detail = "reading the model"
+        self._ready = threading.Event()
+        self._failure: BaseException | None = None
+        self._order = threading.Lock()  # one train, checkpoint or export at a time
+        self._fingerprint: str | None = None
+        self.model: LoadedModel
+        self.engine: Engine
+        self.trainer: PolicyTrainer | None = None
+
+    def start(self) -> None:
+        threading.Thread(target=self._load, name="load", daemon=True).start()
+
+    def wait_ready(self) -> None:
+        """Blocks until loaded; raises what went wrong there."""
+        self._ready.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    @property
+    def failure(self) -> BaseException | None:
+        return self._failure
+
+    def state(self) -> WorkerState:
+        loaded = self._ready.is_set() and self._failure is None
+        return WorkerState(
+            phase=self._phase,
+            detail=self._detail,
+            version=self.engine.version if loaded else None,
+            fingerprint=self._fingerprint,
+            peak_memory_bytes=peak_memory_bytes(),
+            cpu_seconds=time.process_time(),
+            stats=self.engine.stats() if loaded else {},
+        )
+
+    def train(self, batch_index: int, batch: TrainBatch) -> TrainResult:
+        """Version batch_index + 1. `OutOfOrder` when the batch is not the next one."""
+        self.wait_ready()
+        trainer = self._need_trainer()
+        with self._order:
+            if batch_index != trainer.version:
+                raise OutOfOrder(f"batch {batch_index} was sent, batch {trainer.version} comes next")
+            began = time.monotonic()
+            self._enter(WorkerPhase.TRAINING, f"training on batch {batch_index}")
+            try:
+                report = trainer.train(batch)
+                handed_over, expected = self._hand_over(trainer.policy_params(), report.version)
+            finally:
+                self._enter(WorkerPhase.READY, "")
+            return TrainResult(
+                version=report.version,
+                fingerprint=handed_over,
+                fingerprint_ok=handed_over == expected,
+                update_skipped=report.skipped,
+                metrics=report.metrics,
+                fates=report.fates,
+                seconds=time.monotonic() - began,
+            )
+
+    def checkpoint(self) -> CheckpointResult:
+        """The training state at the present version, complete on disk."""
+        self.wait_ready()
+        trainer = self._need_trainer()
+        with self._order:
+            self._enter(WorkerPhase.SAVING, f"saving version {trainer.version}")
+            try:
+                folder = Path(self.spec.folder) / "checkpoints"
+                path = save_checkpoint(folder, trainer)
+                keep = (self.spec.reinforcement or {}).get("keep_checkpoints", 3)
+                prune_checkpoints(folder, keep)
+            finally:
+                self._enter(WorkerPhase.READY, "")
+            return CheckpointResult(path=str(path), version=trainer.version)
+
+    def export(self, folder: str) -> str:
+        """Writes the weights that requests are answered with as a Hugging Face folder."""
+        self.wait_ready()
+        with self._order:
+            model = self.model
+            save_model(folder, model.config, model.raw_config, self.engine.runner.params, model.tokenizer)
+        return folder
+
+    def _hand_over(self, params: Params, version: int) -> tuple[str, str]:
+        """(fingerprint of what the engine decodes with from now on, fingerprint of what the trainer meant)."""
+        expected = fingerprint(params)
+        self._fingerprint = self.engine.set_weights(params, version)
+        return self._fingerprint, expected
+
+    def _need_trainer(self) -> PolicyTrainer:
+        if self.trainer is None:
+            raise TrainingError("this worker only serves; it has no trainer")
+        return self.trainer
+
+    def _enter(self, phase: WorkerPhase, detail: str) -> None:
+        self._phase, self._detail = phase, detail
+
+    def _load(self) -> None:
+        try:
+            self._load_parts()
+            self._enter(WorkerPhase.READY, "")
+        except UpweightError as error:
+            self._failure = error
+        except Exception as error:
+            log.exception("loading failed")
+            self._failure = error
+        finally:
+            self._ready.set()
+
+    def _load_parts(self) -> None:
+        spec = self.spec
+        self.model = load_model(spec.model)
+        params, version = self.model.params, 0
+        if spec.mode is WorkerMode.TRAIN:
+            method = spec.reinforcement or {}
+            self._enter(WorkerPhase.LOADING, "building the trainer")
+            tokens = method.get("microbatch_tokens") or 8192
+            settings = PolicySettings.from_method(method)
+            self.trainer = PolicyTrainer(self.model.config, params, settings, microbatch_tokens=tokens)
+            if spec.checkpoint is not None:
+                self._enter(WorkerPhase.LOADING, f"reading checkpoint {Path(spec.checkpoint).name}")
+                load_checkpoint(spec.checkpoint, self.trainer)
+            params, version = self.trainer.policy_params(), self.trainer.version
+        sampling = (spec.reinforcement or {}).get("sampling") or {}
+        self._enter(WorkerPhase.COMPILING, "starting the engine")
+        self.engine = Engine(
+            self.model.config,
+            params,
+            self.model.tokenizer,
+            max_rows=spec.max_slots,
+            max_context=sampling.get("max_context"),
+            max_queue=spec.max_queue,
+            version=version,
+        ).start()
+        self._fingerprint = self.engine.fingerprint()
+
+
+def peak_memory_bytes() -> int:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,143 @@
+"""OpenAI request bodies → prompts and sampling parameters. What changes an answer is honoured or refused, never ignored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from upweight.errors import RequestError
+from upweight.inference.types import SamplingParams
+from upweight.tokenizer import Tokenizer
+
+MOST_CHOICES = 128
+_SHARED = {
+    "model", "n", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "logprobs", "stream", "stream_options",
+    "return_token_ids", "ignore_eos", "stop_token_ids",
+}  # fmt: skip
+_CHAT = _SHARED | {"messages", "max_completion_tokens", "top_logprobs"}
+_TEXT = _SHARED | {"prompt"}
+# Fields of the public API that change nothing about the tokens of an answer.
+_INERT = {"user", "metadata", "store", "service_tier", "parallel_tool_calls", "safety_identifier", "prompt_cache_key"}
+# Fields that would change an answer, with the value under which they do nothing.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "logit_bias": ({},),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """One parsed request: every prompt is answered `n` times."""
+
+    prompts: list[list[int]]
+    params: list[SamplingParams]  # one a choice
+    logprobs: bool
+    token_ids: bool
+    stream: bool
+    usage_in_stream: bool
+
+
+def parse_chat(body: Mapping[str, Any], tokenizer: Tokenizer, default_tokens: int) -> Asked:
+    _check_fields(body, _CHAT)
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise RequestError("messages must be a list of at least one message", field="messages")
+    if body.get("top_logprobs"):
+        raise RequestError("top_logprobs is not offered yet; leave it out", field="top_logprobs")
+    return _asked(body, [tokenizer.encode_chat(messages)], default_tokens, bool(body.get("logprobs")))
+
+
+def parse_text(body: Mapping[str, Any], tokenizer: Tokenizer, default_tokens: int) -> Asked:
+    _check_fields(body, _TEXT)
+    wanted = body.get("logprobs")
+    if wanted is not None and wanted is not False and wanted > 1:
+        raise RequestError(f"logprobs is {wanted}; alternatives are not offered yet, use 0 or 1", field="logprobs")
+    return _asked(body, _prompts(body.get("prompt"), tokenizer), default_tokens, wanted is not None and wanted is not False)
+
+
+def _prompts(prompt: Any, tokenizer: Tokenizer) -> list[list[int]]:
+    if isinstance(prompt, str):
+        return [tokenizer.encode(prompt)]
+    if isinstance(prompt, list) and prompt:
+        if all(isinstance(p, int) and not isinstance(p, bool) for p in prompt):
+            return [prompt]
+        if all(isinstance(p, str) for p in prompt):
+            return [tokenizer.encode(p) for p in prompt]
+        if all(isinstance(p, list) and all(isinstance(i, int) for i in p) for p in prompt):
+            return prompt
+    raise RequestError("prompt must be text, token ids, or a list of either", field="prompt")
+
+
+def _asked(body: Mapping[str, Any], prompts: list[list[int]], default_tokens: int, logprobs: bool) -> Asked:
+    n = _number(body, "n", 1, int)
+    if not 1 <= n <= MOST_CHOICES:
+        raise RequestError(f"n is {n}; it must be from 1 to {MOST_CHOICES}", field="n")
+    limit = body.get("max_completion_tokens")
+    max_tokens = limit if limit is not None else _number(body, "max_tokens", default_tokens, int)
+    seed = body.get("seed")
+    if seed is not None and not isinstance(seed, int):
+        raise RequestError(f"seed is {seed!r}; it must be a whole number", field="seed")
+    shared: dict[str, Any] = {
+        "max_tokens": max_tokens,
+        "temperature": float(_number(body, "temperature", 1.0, float)),
+        "top_p": float(_number(body, "top_p", 1.0, float)),
+        "top_k": max(0, _number(body, "top_k", 0, int)),  # −1 means off in other servers
+        "stop": _stop(body.get("stop")),
+        "stop_ids": frozenset(_ids(body.get("stop_token_ids"))),
+        "ignore_eos": bool(body.get("ignore_eos")),
+    }
+    params = [SamplingParams(seed=None if seed is None else seed + i, **shared) for i in range(n)]
+    options = body.get("stream_options") or {}
+    return Asked(
+        prompts=prompts,
+        params=params,
+        logprobs=logprobs,
+        token_ids=bool(body.get("return_token_ids")),
+        stream=bool(body.get("stream")),
+        usage_in_stream=bool(options.get("include_usage")),
+    )
+
+
+def _check_fields(body: Mapping[str, Any], known: set[str]) -> None:
+    for field, value in body.items():
+        if value is None or field in known or field in _INERT:
+            continue
+        if field not in _NEUTRAL:
+            raise RequestError(f"unknown field {field!r}", field=field)
+        if value not in _NEUTRAL[field]:
+            raise RequestError(f"{field} is not offered yet; leave it out", field=field)
+
+
+def _number(body: Mapping[str, Any], field: str, default: float, kind: type) -> Any:
+    value = body.get(field)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int if kind is int else (int, float)):
+        raise RequestError(f"{field} is {value!r}; it must be a {'whole ' if kind is int else ''}number", field=field)
+    return value
+
+
+def _stop(value: Any) -> tuple[str, ...]:
+    several = [value] if isinstance(value, str) else (value or [])
+    if not isinstance(several, list) or not all(isinstance(s, str) and s for s in several) or len(several) > 16:
+        raise RequestError("stop must be text or a list of up to 16 texts, none empty", field="stop")
+    return tuple(several)
+
+
+def _ids(value: Any) -> list[int]:
+    if value is None:
+        return []
+    if not isinstance(value, list) or not all(isinstance(i, int) for i in value):
+        raise RequestError("stop_token_ids must be a list of token ids", field="stop_token_ids")
+    return value
