@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
@@ -37,7 +38,8 @@ def parse_upload(body: bytes, needs_task: bool) -> list[NewSample]:
     try:
         upload = Upload.model_validate_json(body)
     except ValidationError as error:
-        raise Refusal(422, [_describe(item) for item in error.errors(include_url=False)[:MOST_PROBLEMS]]) from error
+        named = _ids(error, body)
+        raise Refusal(422, [_describe(item, named) for item in error.errors()[:MOST_PROBLEMS]]) from error
     problems: list[dict[str, Any]] = []
     for position, sample in enumerate(upload.samples):
         problems += [
@@ -49,13 +51,23 @@ def parse_upload(body: bytes, needs_task: bool) -> list[NewSample]:
     return [_pack(sample) for sample in upload.samples]
 
 
-def _describe(item: Any) -> dict[str, Any]:
+def _ids(error: ValidationError, body: bytes) -> list[Any]:
+    """The ids of the samples, as far as the body can be read, so that an answer can name them."""
+    if all(len(item["loc"]) < 2 for item in error.errors()):
+        return []
+    return [one.get("id") if isinstance(one, dict) else None for one in json.loads(body)["samples"]]
+
+
+def _describe(item: Any, ids: list[Any]) -> dict[str, Any]:
     loc = ("body", *item["loc"])
     given = item.get("input")
     shown = (
         f" (got {given!r})" if isinstance(given, str | int | float | bool | None) and item["type"] != "missing" else ""
     )
-    return problem(loc, f"{'.'.join(str(part) for part in loc[1:]) or 'body'}: {item['msg']}{shown}", item["type"])
+    where, path = "", loc[1:]
+    if len(path) > 2 and isinstance(path[1], int) and path[1] < len(ids):
+        where, path = f"sample {ids[path[1]]!r}: ", path[2:]
+    return problem(loc, f"{where}{'.'.join(str(part) for part in path) or 'body'}: {item['msg']}{shown}", item["type"])
 
 
 def _problems(sample: UploadedSample, needs_task: bool) -> list[tuple[str, str]]:
