@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Iterator
@@ -16,16 +17,15 @@ from server_harness import KEY, Running, Start, fake_settings, resolve_fake
 from upweight.server import create_app
 
 
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    """Start a server: `start(behaviour, **settings)`; the home folder is the same for all of one test."""
+@contextlib.contextmanager
+def servers(folder: Path) -> Iterator[Start]:
     running: list[Running] = []
-    model = tmp_path / "model"
+    model = folder / "model"
     model.mkdir()
     (model / "weights").write_bytes(b"x" * 1000)
 
     def begin(behaviour: dict[str, Any] | None = None, **more: Any) -> Running:
-        settings = fake_settings(tmp_path / "home", behaviour, **more)
+        settings = fake_settings(folder / "home", behaviour, **more)
         app = create_app(settings, resolve_model=resolve_fake)
         server = uvicorn.Server(
             uvicorn.Config(app, port=0, log_level="warning", lifespan="on", timeout_graceful_shutdown=1)
@@ -44,7 +44,25 @@ def start(tmp_path: Path) -> Iterator[Start]:
         running.append(Running(server, thread, client, settings.home, str(model)))
         return running[-1]
 
-    yield begin
-    for one in running:
-        if one.thread.is_alive():
-            one.stop()
+    try:
+        yield begin
+    finally:
+        for one in running:
+            if one.thread.is_alive():
+                one.stop()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Start a server: `start(behaviour, **settings)`; the home folder is the same for all of one test."""
+    with servers(tmp_path) as begin:
+        yield begin
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """One server for tests that need no worker of their own: its only place is taken, so that other jobs stay queued."""
+    with servers(tmp_path_factory.mktemp("shared")) as begin:
+        server = begin()
+        server.create_job()
+        yield server

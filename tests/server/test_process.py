@@ -137,14 +137,14 @@ def test_workers_die_with_a_killed_server_and_the_next_one_goes_on(serve: Serve,
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_stops_server_and_stubborn_workers_in_time(serve: Serve, tmp_path: Path, number: int) -> None:
-    process = serve('behaviour={"ignore_sigterm": true}')
+    process = serve('behaviour={"ignore_sigterm": true}', "worker_stop_timeout=2")
     with client(tmp_path / "home") as http:
         job = create_job(http, tmp_path / "model", batch_size=1)
         worker = psutil.Process(wait_for_version(http, job, 0)["worker"]["pid"])
         started = time.monotonic()
         process.send_signal(number)
         output, errors = process.communicate(timeout=10)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 4
     assert process.returncode == 0, errors
     assert not worker.is_running()
     assert "False" in output  # no JAX in the API process, after all it did

@@ -22,16 +22,16 @@ def create(server: Running, **body: Any) -> httpx.Response:
     return server.http.post("/v1/fine_tuning/jobs", json={"model": server.model, **body})
 
 
-def test_every_route_but_health_needs_the_key(server: Running) -> None:
-    with httpx.Client(base_url=server.http.base_url) as stranger:
+def test_every_route_but_health_needs_the_key(shared: Running) -> None:
+    with httpx.Client(base_url=shared.http.base_url) as stranger:
         for path in ("/healthz", "/health", "/readyz", "/"):
             assert stranger.get(path).status_code == 200
-        for path in ("/v1/fine_tuning/jobs", "/v1/models", server.rl("x", "status")):
+        for path in ("/v1/fine_tuning/jobs", "/v1/models", shared.rl("x", "status")):
             assert stranger.get(path).status_code == 401
             wrong = stranger.get(path, headers={"Authorization": "Bearer wrong"})
             assert wrong.status_code == 401
             assert "not known" in wrong.json()["detail"]
-        inference = stranger.get(server.rl("x", "inference/openai/v1/models")).json()
+        inference = stranger.get(shared.rl("x", "inference/openai/v1/models")).json()
         assert inference["error"]["type"] == "authentication_error"
         assert inference["detail"] == inference["error"]["message"]
 
@@ -46,8 +46,8 @@ def test_the_key_and_its_hash_are_in_no_answer_and_the_store_holds_no_key(server
             assert KEY.encode() not in file.read_bytes(), file
 
 
-def test_a_new_job_is_readable_for_the_public_client(server: Running) -> None:
-    answer = create(server, method=method(num_batches=3), suffix="mine", tags=["a"], seed=7, colour="red").json()
+def test_a_new_job_is_readable_for_the_public_client(shared: Running) -> None:
+    answer = create(shared, method=method(num_batches=3), suffix="mine", tags=["a"], seed=7, colour="red").json()
     assert answer["object"] == "fine_tuning.job"
     assert answer["status"] in ("queued", "running")
     assert answer["method"] is None
@@ -55,13 +55,13 @@ def test_a_new_job_is_readable_for_the_public_client(server: Running) -> None:
     assert (answer["result_files"], answer["organization_id"], answer["seed"]) == ([], "", 7)
     assert answer["training_method"]["reinforcement"]["num_batches"] == 3
     assert answer["batch_size"] == 2
-    assert any("'colour' was ignored" in message for message in server.events(answer["id"]))
+    assert any("'colour' was ignored" in message for message in shared.events(answer["id"]))
 
 
-def test_the_method_may_lie_in_extra_body(server: Running) -> None:
-    answer = create(server, training_file="", extra_body={"method": method()}).json()
+def test_the_method_may_lie_in_extra_body(shared: Running) -> None:
+    answer = create(shared, training_file="", extra_body={"method": method()}).json()
     assert answer["training_method"]["reinforcement"]["batch_size"] == 2
-    differ = create(server, method=method(), extra_body={"method": method(seed=1)})
+    differ = create(shared, method=method(), extra_body={"method": method(seed=1)})
     assert differ.status_code == 422
 
 
@@ -76,13 +76,14 @@ def test_the_method_may_lie_in_extra_body(server: Running) -> None:
         ({"method": method(), "from_checkpoint": {"type": "ft"}}, "from_checkpoint", "not offered"),
     ],
 )
-def test_refused_creations(server: Running, body: dict[str, Any], loc: str, words: str) -> None:
-    answer = create(server, **body)
+def test_refused_creations(shared: Running, body: dict[str, Any], loc: str, words: str) -> None:
+    before = len(shared.http.get("/v1/fine_tuning/jobs", params={"limit": 100}).json()["data"])
+    answer = create(shared, **body)
     assert answer.status_code == 422
     problem = answer.json()["detail"][0]
     assert loc in problem["loc"]
     assert words in problem["msg"]
-    assert server.http.get("/v1/fine_tuning/jobs").json()["data"] == []
+    assert len(shared.http.get("/v1/fine_tuning/jobs", params={"limit": 100}).json()["data"]) == before
 
 
 def test_a_job_that_does_not_fit_on_the_disk_is_refused(start: Start) -> None:
@@ -103,13 +104,13 @@ def test_secrets_of_integrations_are_not_kept(server: Running) -> None:
             assert b"very-secret" not in file.read_bytes(), file
 
 
-def test_status_and_batches_have_the_shapes_of_the_contract(server: Running) -> None:
-    job = server.create_job()
-    status = server.status(job)
+def test_status_and_batches_have_the_shapes_of_the_contract(shared: Running) -> None:
+    job = shared.create_job()
+    status = shared.status(job)
     assert status["object"] == "fine_tuning.job.status"
     assert (status["total_batches"], status["filled_batches"], status["batch_size"]) == (2, 0, 2)
-    assert server.http.get(server.rl(job, "batches/0")).status_code == 404
-    batch = server.http.post(server.rl(job, "batches"), json={"index": 0}).json()
+    assert shared.http.get(shared.rl(job, "batches/0")).status_code == 404
+    batch = shared.http.post(shared.rl(job, "batches"), json={"index": 0}).json()
     assert batch == {
         "object": "fine_tuning.batch",
         "index": 0,
@@ -117,26 +118,26 @@ def test_status_and_batches_have_the_shapes_of_the_contract(server: Running) -> 
         "sample_count": 0,
         "batch_size": 2,
     }
-    assert server.http.post(server.rl(job, "batches"), json={"index": 0}).json() == batch
-    assert server.http.post(server.rl(job, "batches"), json={"index": -1}).status_code == 422
-    assert server.http.post(server.rl(job, "batches"), content=b"{").status_code == 422
-    assert server.http.get(server.rl("ftjob-none", "status")).json() == {"detail": "job ftjob-none does not exist"}
+    assert shared.http.post(shared.rl(job, "batches"), json={"index": 0}).json() == batch
+    assert shared.http.post(shared.rl(job, "batches"), json={"index": -1}).status_code == 422
+    assert shared.http.post(shared.rl(job, "batches"), content=b"{").status_code == 422
+    assert shared.http.get(shared.rl("ftjob-none", "status")).json() == {"detail": "job ftjob-none does not exist"}
 
 
-def test_uploads_are_exactly_once_and_never_overfill(server: Running) -> None:
-    job = server.create_job()
-    server.http.post(server.rl(job, "batches"), json={"index": 0})
-    assert server.upload(job, 0, [sample("a")]).json()["sample_count"] == 1
-    assert server.upload(job, 0, [sample("a")]).json()["sample_count"] == 1
-    changed = server.upload(job, 0, [sample("a", normalized_reward=0.0)])
+def test_uploads_are_exactly_once_and_never_overfill(shared: Running) -> None:
+    job = shared.create_job()
+    shared.http.post(shared.rl(job, "batches"), json={"index": 0})
+    assert shared.upload(job, 0, [sample("a")]).json()["sample_count"] == 1
+    assert shared.upload(job, 0, [sample("a")]).json()["sample_count"] == 1
+    changed = shared.upload(job, 0, [sample("a", normalized_reward=0.0)])
     assert changed.status_code == 422
     assert "'a'" in changed.json()["detail"][0]["msg"]
-    full = server.upload(job, 0, [sample("b"), sample("c")])
+    full = shared.upload(job, 0, [sample("b"), sample("c")])
     assert full.status_code == 409
     assert (full.json()["sample_count"], full.json()["batch_size"]) == (1, 2)
     assert "nothing was stored" in full.json()["detail"]
-    assert server.upload(job, 0, [sample("a"), sample("b")]).json()["status"] == "filled"
-    assert server.status(job)["filled_batches"] == 1
+    assert shared.upload(job, 0, [sample("a"), sample("b")]).json()["status"] == "filled"
+    assert shared.status(job)["filled_batches"] == 1
 
 
 @pytest.mark.parametrize(
@@ -154,44 +155,44 @@ def test_uploads_are_exactly_once_and_never_overfill(server: Running) -> None:
     ],
 )
 def test_bad_samples_are_refused_by_id_and_field(
-    server: Running, changes: dict[str, Any], field: str, words: str
+    shared: Running, changes: dict[str, Any], field: str, words: str
 ) -> None:
-    job = server.create_job()
-    server.http.post(server.rl(job, "batches"), json={"index": 0})
-    answer = server.upload(job, 0, [sample("good"), sample("bad", **changes)])
+    job = shared.create_job()
+    shared.http.post(shared.rl(job, "batches"), json={"index": 0})
+    answer = shared.upload(job, 0, [sample("good"), sample("bad", **changes)])
     assert answer.status_code == 422
     problem = answer.json()["detail"][0]
     assert problem["loc"][:4] == ["body", "samples", 1, field]
     assert words in problem["msg"]
-    assert server.http.get(server.rl(job, "batches/0")).json()["sample_count"] == 0
+    assert shared.http.get(shared.rl(job, "batches/0")).json()["sample_count"] == 0
 
 
-def test_uploads_that_are_no_uploads_are_refused(server: Running) -> None:
-    job = server.create_job()
-    server.http.post(server.rl(job, "batches"), json={"index": 0})
+def test_uploads_that_are_no_uploads_are_refused(shared: Running) -> None:
+    job = shared.create_job()
+    shared.http.post(shared.rl(job, "batches"), json={"index": 0})
     for body in (b"", b"{", b"[]", b"{}", b'{"samples":3}', b'{"samples":[3]}', b'{"samples":[{"id":3}]}', b"null"):
-        answer = server.http.post(server.rl(job, "batches/0/samples"), content=body)
+        answer = shared.http.post(shared.rl(job, "batches/0/samples"), content=body)
         assert answer.status_code == 422, body
         assert answer.json()["detail"][0]["msg"], body
 
 
-def test_numbers_that_are_not_finite_are_refused(server: Running) -> None:
-    job = server.create_job()
-    server.http.post(server.rl(job, "batches"), json={"index": 0})
+def test_numbers_that_are_not_finite_are_refused(shared: Running) -> None:
+    job = shared.create_job()
+    shared.http.post(shared.rl(job, "batches"), json={"index": 0})
     body = (
         '{"samples":[{"id":"n","token_ids":[1],"logprobs":[NaN],"mask":[1],"normalized_reward":Infinity,'
         '"metadata":{},"debug_info":{}}]}'
     )
-    answer = server.http.post(server.rl(job, "batches/0/samples"), content=body)
+    answer = shared.http.post(shared.rl(job, "batches/0/samples"), content=body)
     assert answer.status_code == 422
     assert [item["loc"][-1] for item in answer.json()["detail"]] == ["logprobs", "normalized_reward"]
     assert all("'n'" in item["msg"] for item in answer.json()["detail"])
 
 
-def test_group_advantages_need_a_task_id(server: Running) -> None:
-    job = server.create_job(advantage="group")
-    server.http.post(server.rl(job, "batches"), json={"index": 0})
-    answer = server.upload(job, 0, [sample("a", debug_info={})])
+def test_group_advantages_need_a_task_id(shared: Running) -> None:
+    job = shared.create_job(advantage="group")
+    shared.http.post(shared.rl(job, "batches"), json={"index": 0})
+    answer = shared.upload(job, 0, [sample("a", debug_info={})])
     assert answer.status_code == 422
     assert "task_id" in answer.json()["detail"][0]["msg"]
 
@@ -204,14 +205,14 @@ def test_a_body_that_is_too_large_is_413(start: Start) -> None:
     assert "1 MB" in answer.json()["detail"]
 
 
-def test_a_repeated_post_makes_one_job(server: Running) -> None:
-    body = {"model": server.model, "method": method()}
+def test_a_repeated_post_makes_one_job(shared: Running) -> None:
+    body = {"model": shared.model, "method": method(), "suffix": "only once"}
     answers = [
-        server.http.post("/v1/fine_tuning/jobs", json=body, headers={"Idempotency-Key": "k1"}).json() for _ in range(3)
+        shared.http.post("/v1/fine_tuning/jobs", json=body, headers={"Idempotency-Key": "k1"}).json() for _ in range(3)
     ]
     assert answers[0] == answers[1] == answers[2]
-    assert len(server.http.get("/v1/fine_tuning/jobs").json()["data"]) == 1
-    other = server.http.post("/v1/fine_tuning/jobs", json={**body, "seed": 1}, headers={"Idempotency-Key": "k1"})
+    assert shared.http.get("/v1/fine_tuning/jobs").text.count('"suffix":"only once"') == 1
+    other = shared.http.post("/v1/fine_tuning/jobs", json={**body, "seed": 1}, headers={"Idempotency-Key": "k1"})
     assert other.status_code == 422
 
 
@@ -245,14 +246,14 @@ def test_checkpoints_are_listed_and_read(server: Running) -> None:
     assert server.http.get(f"/v1/fine_tuning/jobs/{job}/checkpoints/none").status_code == 404
 
 
-def test_client_metrics_are_events_and_progress(server: Running) -> None:
-    job = server.create_job()
-    path = server.rl(job, "metrics")
-    answer = server.http.post(path, json={"batch_index": 0, "metrics": {"eval": 0.25}})
+def test_client_metrics_are_events_and_progress(shared: Running) -> None:
+    job = shared.create_job()
+    path = shared.rl(job, "metrics")
+    answer = shared.http.post(path, json={"batch_index": 0, "metrics": {"eval": 0.25}})
     assert answer.json() == {"object": "fine_tuning.metrics"}
-    assert server.progress(job)["client_metrics"] == [{"batch_index": 0, "metrics": {"eval": 0.25}}]
-    assert "batch 0: eval 0.25" in server.events(job)
-    assert server.http.post(path, json={"batch_index": 0, "metrics": {"eval": "x"}}).status_code == 422
+    assert shared.progress(job)["client_metrics"] == [{"batch_index": 0, "metrics": {"eval": 0.25}}]
+    assert "batch 0: eval 0.25" in shared.events(job)
+    assert shared.http.post(path, json={"batch_index": 0, "metrics": {"eval": "x"}}).status_code == 422
 
 
 def test_the_reason_says_what_a_job_waits_for(server: Running) -> None:

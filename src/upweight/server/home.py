@@ -28,11 +28,12 @@ class Home:
         self.jobs = root / "jobs"
         self.logs = root / "logs"
         self.cache = root / "cache"
+        self.run = root / "run"  # sockets and specs of the workers that run now
         self.key_file = root / "api_key"
         self.server_file = root / "server.json"
         self._lock: int | None = None
         try:
-            for folder in (root, self.jobs, self.logs, self.cache):
+            for folder in (root, self.jobs, self.logs, self.cache, self.run):
                 folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             probe = root / f".probe-{os.getpid()}"
             probe.touch()
@@ -58,6 +59,8 @@ class Home:
                 f"the store in {self.root} is in use by another server{who}; stop it or use another --home"
             ) from error
         self._lock = handle
+        for left_over in self.run.iterdir():  # of a server that was killed
+            shutil.rmtree(left_over, ignore_errors=True)
 
     def unlock(self) -> None:
         if self._lock is not None:

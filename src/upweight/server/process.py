@@ -10,11 +10,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import logging
 import os
 import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from logging.handlers import RotatingFileHandler
 
 import uvicorn
 
@@ -43,15 +45,30 @@ def run(settings: Settings, *, resolve_model: ResolveModel | None = None) -> Non
         if key_is_new:
             print(f"upweight server: API key {home.api_key()[0]} (also in {home.key_file})", flush=True)
 
+    _log_to(home)
     app = create_app(settings, resolve_model=resolve_model)
     config = uvicorn.Config(
-        app, log_level="warning", access_log=False, lifespan="on", timeout_graceful_shutdown=REQUEST_GRACE
+        app,
+        log_level="warning",
+        access_log=False,
+        lifespan="on",
+        timeout_graceful_shutdown=REQUEST_GRACE,
+        timeout_keep_alive=75,
     )
     server = _Server(config, ready)
     with contextlib.closing(listener):
         asyncio.run(_serve(server, listener, settings.parent_pipe))
     if not server.started:
         raise ServerError("the server did not start; the lines above say why")
+
+
+def _log_to(home: Home) -> None:
+    """What the server does goes to logs/server.log; keys and bodies are never logged."""
+    handler = RotatingFileHandler(home.logs / "server.log", maxBytes=10_000_000, backupCount=3)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    root = logging.getLogger("upweight.server")
+    root.addHandler(handler)
+    root.setLevel(logging.INFO)
 
 
 def _check_store(home: Home) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import Field, ValidationError, field_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 from upweight.errors import ConfigError
 
@@ -51,6 +51,8 @@ def load_settings(**overrides: Any) -> Settings:
     """Settings from arguments and environment. Raises ConfigError: one line naming field and value."""
     try:
         return Settings(**overrides)
+    except SettingsError as error:
+        raise ConfigError(f"the environment of the server: {error}") from error
     except ValidationError as error:
         problem = error.errors()[0]
         field = ".".join(str(part) for part in problem["loc"])

@@ -37,7 +37,7 @@ def job_answer(connection: Connection, job: Job) -> dict[str, Any]:
         "seed": job.reinforcement["seed"],
         "suffix": request.get("suffix"),
         "tags": request.get("tags"),
-        "trained_tokens": _trained_tokens(connection, job.id),
+        "trained_tokens": int(versions.total(connection, job.id, "trained_tokens")),
         "trained_steps": versions.newest_version(connection, job.id) or 0,
         "total_steps": job.total_batches,
         "estimated_finish": None,
@@ -46,11 +46,6 @@ def job_answer(connection: Connection, job: Job) -> dict[str, Any]:
         "reason": explain(job, current.sample_count if current is not None else 0),
         "weights": job.weights,
     }
-
-
-def _trained_tokens(connection: Connection, job_id: str) -> int:
-    rows = versions.all_versions(connection, job_id)
-    return int(sum(row.metrics.get("trained_tokens", 0) for row in rows))
 
 
 def checkpoint_answer(row: Row) -> dict[str, Any]:

@@ -14,6 +14,8 @@ from upweight.server.refusals import invalid
 from upweight.server.store import batches, jobs
 from upweight.server.store.jobs import get_job
 
+LARGEST_INDEX = 2**31 - 1
+
 router = APIRouter(prefix="/v1alpha1/fine_tuning/jobs/{job_id}")
 
 
@@ -31,8 +33,8 @@ async def get_status(job: JobOf) -> dict[str, Any]:
 
 
 @router.get("/progress")
-async def get_progress(job: JobOf, parts: PartsOf) -> dict[str, Any]:
-    return await parts.database.read(lambda c: progress(c, job, parts.supervisor.worker_of(job.id)))
+async def get_progress(job: JobOf, parts: PartsOf, since: int = -1) -> dict[str, Any]:
+    return await parts.database.read(lambda c: progress(c, job, parts.supervisor.worker_of(job.id), since))
 
 
 @router.get("/batches/{batch_index}")
@@ -43,9 +45,7 @@ async def get_batch(batch_index: int, job: JobOf, parts: PartsOf) -> dict[str, A
 @router.post("/batches")
 async def create_batch(request: Request, job: JobOf, parts: PartsOf, project: ProjectOf) -> dict[str, Any]:
     body = await read_body(request)
-    index = parse_json(body).get("index")
-    if not isinstance(index, int) or isinstance(index, bool) or index < 0:
-        raise invalid(("body", "index"), f"index = {index!r}: an integer of at least 0 is needed")
+    index = _index(parse_json(body), "index")
     answer, _ = await write_once(
         request, project, body, lambda c: batches.create_batch(c, get_job(c, job.id, project), index)
     )
@@ -71,9 +71,7 @@ async def submit_samples(
 async def add_metrics(request: Request, job: JobOf, project: ProjectOf) -> dict[str, Any]:
     body = await read_body(request)
     given = parse_json(body)
-    index, metrics = given.get("batch_index"), given.get("metrics")
-    if not isinstance(index, int) or isinstance(index, bool) or index < 0:
-        raise invalid(("body", "batch_index"), f"batch_index = {index!r}: an integer of at least 0 is needed")
+    index, metrics = _index(given, "batch_index"), given.get("metrics")
     if not isinstance(metrics, dict) or not metrics:
         raise invalid(("body", "metrics"), "metrics must be an object {name: number}")
     for name, value in metrics.items():
@@ -86,3 +84,10 @@ async def add_metrics(request: Request, job: JobOf, project: ProjectOf) -> dict[
 
     answer, _ = await write_once(request, project, body, effect)
     return answer
+
+
+def _index(given: dict[str, Any], field: str) -> int:
+    index = given.get(field)
+    if not isinstance(index, int) or isinstance(index, bool) or not 0 <= index <= LARGEST_INDEX:
+        raise invalid(("body", field), f"{field} = {index!r}: an integer from 0 to {LARGEST_INDEX} is needed")
+    return index

@@ -25,6 +25,8 @@ IDS_PER_QUERY = 500
 
 def get_batch(connection: Connection, job_id: str, index: int) -> Row | None:
     table = schema.batches
+    if not 0 <= index < 2**63:  # what an INTEGER column can hold
+        return None
     return connection.execute(select(table).where(table.c.job_id == job_id, table.c.batch_index == index)).first()
 
 

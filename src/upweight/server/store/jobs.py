@@ -128,6 +128,14 @@ def add_event(
     connection.execute(insert(schema.events).values(**row))
 
 
+def add_event_once(connection: Connection, job_id: str, message: str, *, level: str = "info") -> None:
+    """As `add_event`, unless the job has an event with this message."""
+    table = schema.events
+    same = select(table.c.seq).where(table.c.job_id == job_id, table.c.message == message).limit(1)
+    if connection.scalar(same) is None:
+        add_event(connection, job_id, message, level=level)
+
+
 def list_events(connection: Connection, job_id: str, *, limit: int, after: str | None) -> tuple[list[dict], bool]:
     """Newest first, at most `limit`, older than event `after`; and whether more follow."""
     table = schema.events

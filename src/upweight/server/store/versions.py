@@ -29,9 +29,18 @@ def newest_version(connection: Connection, job_id: str) -> int | None:
     return connection.scalar(select(func.max(table.c.version)).where(table.c.job_id == job_id))
 
 
-def all_versions(connection: Connection, job_id: str) -> list[Row]:
+def versions_since(connection: Connection, job_id: str, version: int) -> list[Row]:
+    """Versions above `version`, oldest first."""
     table = schema.versions
-    return list(connection.execute(select(table).where(table.c.job_id == job_id).order_by(table.c.version)))
+    query = select(table).where(table.c.job_id == job_id, table.c.version > version).order_by(table.c.version)
+    return list(connection.execute(query))
+
+
+def total(connection: Connection, job_id: str, metric: str) -> float:
+    """Sum of a metric over all versions of the job."""
+    table = schema.versions
+    number = func.json_extract(table.c.metrics, f"$.{metric}")
+    return connection.scalar(select(func.sum(number)).where(table.c.job_id == job_id)) or 0.0
 
 
 def record_start(connection: Connection, job_id: str, fingerprint: str) -> None:

@@ -14,6 +14,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,9 @@ class JobRunner:
         folder.mkdir(exist_ok=True)
         await self._state("loading", "starts its worker")
         spec = worker_spec(job, self.home, WorkerMode.TRAIN, checkpoint)
-        self.worker = await start_worker(self.settings.worker_command, spec, log_file(self.home, self.job_id))
+        self.worker = await start_worker(
+            self.settings.worker_command, spec, log_file(self.home, self.job_id), self.home.run
+        )
         await self.worker.wait_until_ready(
             self.settings.worker_start_timeout, self.settings.worker_silence_timeout, self._report_loading()
         )
@@ -203,10 +206,21 @@ class JobRunner:
         metrics = {**built.metrics, **result.metrics}
         await self.database.write(lambda c: versions.record_version(c, self.job_id, result, built.sample_seqs, metrics))
         self._deaths = 0
+        await self._tell_odd_samples(built)
         await self._maybe_checkpoint(worker, result.version)
         await self._announce(result.version, {"version": result.version, "fingerprint": result.fingerprint, **metrics})
         await self._judge_skip(result)
         await self._state("running")
+
+    async def _tell_odd_samples(self, built: BuiltBatch) -> None:
+        """One event per job for each kind of sample that is trained on less than the server could know."""
+        texts = {
+            "filtered": "samples drawn with top-k, top-p, min-p, penalties or greedily are trained against raw log-probabilities",
+            "unmatched": "samples that match no completion of this server are trained with the log-probabilities they bring",
+        }
+        for kind, text in texts.items():
+            if built.metrics[kind] > 0:
+                await self.database.write(partial(jobs.add_event_once, job_id=self.job_id, message=text, level="warn"))
 
     async def _build(self, index: int) -> BuiltBatch:
         await self.database.write(lambda c: join_batch(c, self.job_id, index))
@@ -266,11 +280,10 @@ class JobRunner:
         budget = job.reinforcement.get("budget") or {}
         if not any(budget.values()):
             return None
-        rows = await self.database.read(lambda c: versions.all_versions(c, self.job_id))
         spent = {
             "max_seconds": time.time() - (job.started_at or time.time()),
-            "max_samples": sum(row.metrics.get("samples", 0) for row in rows),
-            "max_tokens": sum(row.metrics.get("trained_tokens", 0) for row in rows),
+            "max_samples": await self.database.read(lambda c: versions.total(c, self.job_id, "samples")),
+            "max_tokens": await self.database.read(lambda c: versions.total(c, self.job_id, "trained_tokens")),
         }
         for name, limit in budget.items():
             if limit is not None and spent[name] >= limit:

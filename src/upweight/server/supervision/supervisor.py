@@ -146,7 +146,9 @@ class Supervisor:
         runner = JobRunner(job_id, self.database, self.home, self.settings)
         runner.gate = self.gate(job_id)
         self._runners[job_id] = runner
-        self._tasks[job_id] = asyncio.create_task(self._accompany(runner), name=f"job {job_id}")
+        task = asyncio.create_task(self._accompany(runner), name=f"job {job_id}")
+        task.add_done_callback(_log_failure)
+        self._tasks[job_id] = task
 
     async def _accompany(self, runner: JobRunner) -> None:
         try:
@@ -168,8 +170,12 @@ class Supervisor:
                 running = ", ".join(self._runners)
                 raise Refusal(503, f"the model of job {job.id} is not loaded and all places are taken by {running}")
             checkpoint = await self.database.read(lambda c: checkpoints.newest_usable(c, job.id))
+            if checkpoint is None:  # the start model must not pass for the trained one
+                raise Refusal(
+                    409, f"the checkpoints of job {job.id} are no longer on the disk; its model cannot be served"
+                )
             spec = worker_spec(job, self.home, WorkerMode.SERVE, checkpoint)
-            worker = await start_worker(self.settings.worker_command, spec, log_file(self.home, job.id))
+            worker = await start_worker(self.settings.worker_command, spec, log_file(self.home, job.id), self.home.run)
             self._idle[job.id] = worker
             try:
                 await self._check(job, worker)
@@ -194,3 +200,8 @@ class Supervisor:
             raise Refusal(
                 503, f"the model of job {job.id} loaded as version {version} with a fingerprint that is not recorded"
             )
+
+
+def _log_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("%s: its supervision ended: %r", task.get_name(), error)

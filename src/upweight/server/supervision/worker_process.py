@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import os
 import shutil
 import tempfile
 import time
@@ -17,14 +19,17 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from upweight.errors import WorkerError
 from upweight.server.home import write_atomically
 from upweight.server.worker_protocol import WorkerPhase, WorkerSpec, WorkerState
 
+log = logging.getLogger(__name__)
+
 READY_PHASES = frozenset({WorkerPhase.READY, WorkerPhase.TRAINING, WorkerPhase.SAVING})
 LOG_TAIL_LINES = 15
+LONGEST_SOCKET_PATH = 107  # bytes
 DEATH_GRACE = 5.0  # seconds between a broken connection and the exit that explains it
 
 
@@ -49,7 +54,9 @@ class WorkerProcess:
         self.spec = spec
         self.log = log
         self.state: WorkerState | None = None
+        self.tokens_per_second = 0.0
         self.last_used = time.monotonic()
+        self._taken_at = 0.0
         self._process = process
         self._folder = folder
         self._log_start = log_start
@@ -85,10 +92,6 @@ class WorkerProcess:
         except OSError:
             return ""
         return "\n".join(lines[-LOG_TAIL_LINES:])
-
-    async def get_state(self) -> WorkerState:
-        self.state = WorkerState.model_validate_json((await self._send("GET", "/state")).content)
-        return self.state
 
     async def order(self, path: str, answer: type[BaseModel], **request: Any) -> Any:
         """POST an order and validate its answer. Raises WorkerDied, or WorkerRefused for an error status."""
@@ -147,8 +150,19 @@ class WorkerProcess:
             return None
         if response.status_code != 200:
             return None
-        self.state = WorkerState.model_validate_json(response.content)
+        try:
+            self._take(WorkerState.model_validate_json(response.content))
+        except ValidationError:
+            log.warning("worker %d: its state cannot be read: %s", self.pid, response.text[:200])
+            return None
         return self.state
+
+    def _take(self, state: WorkerState) -> None:
+        """Keep a state, and from its token counter the rate since the look before."""
+        now, tokens = time.monotonic(), state.stats.get("tokens", 0.0)
+        if self.state is not None and now > self._taken_at:
+            self.tokens_per_second = max(0.0, tokens - self.state.stats.get("tokens", 0.0)) / (now - self._taken_at)
+        self.state, self._taken_at = state, now
 
     async def watch(self, interval: float, silence: float) -> None:
         """Refresh `state` until the process ends; a worker that answers nothing for `silence` seconds is killed."""
@@ -181,9 +195,10 @@ class WorkerProcess:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-async def start_worker(command: Sequence[str], spec: WorkerSpec, log: Path) -> WorkerProcess:
-    """Start a worker for `spec`, whose `socket` is set here: a Unix socket path holds at most 107 bytes, so it lies in /tmp."""
-    folder = Path(tempfile.mkdtemp(prefix="uw-", dir="/tmp"))
+async def start_worker(command: Sequence[str], spec: WorkerSpec, log: Path, run_folder: Path) -> WorkerProcess:
+    """Start a worker for `spec`, whose `socket` is set here: below `run_folder` if the path is short enough for a socket."""
+    where = str(run_folder) if len(os.fsencode(run_folder)) <= LONGEST_SOCKET_PATH - 20 else None
+    folder = Path(tempfile.mkdtemp(prefix="uw-", dir=where))
     spec = spec.model_copy(update={"socket": str(folder / "s")})
     spec_file = folder / "spec.json"
     write_atomically(spec_file, spec.model_dump_json(indent=1), mode=0o600)
