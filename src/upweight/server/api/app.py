@@ -1,0 +1,70 @@
+"""The ASGI application: parts are made when it starts and taken down when it stops."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI
+
+from upweight import __version__
+from upweight.server.api import errors, health, inference, job_routes, rl_routes
+from upweight.server.api.context import Parts, ResolveModel
+from upweight.server.home import Home
+from upweight.server.settings import Settings
+from upweight.server.store import keys, repeats
+from upweight.server.store.database import Database
+from upweight.server.supervision.supervisor import Supervisor
+
+
+def create_app(settings: Settings, *, resolve_model: ResolveModel | None = None) -> FastAPI:
+    """The server of the home folder in `settings`. `resolve_model(name)` returns an object with `.path`, or raises ModelError."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        parts = await _start(settings, resolve_model or _resolve_installed)
+        app.state.parts = parts
+        try:
+            yield
+        finally:
+            await _stop(parts)
+
+    app = FastAPI(
+        title="upweight", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None
+    )
+    errors.install(app)
+    for module in (health, job_routes, rl_routes, inference):
+        app.include_router(module.router)
+    return app
+
+
+async def _start(settings: Settings, resolve_model: ResolveModel) -> Parts:
+    home = Home(settings.home)
+    home.lock()
+    try:
+        database = Database(home.store)
+    except BaseException:
+        home.unlock()
+        raise
+    key, _ = home.api_key()
+    await database.write(lambda c: keys.add_key(c, key))
+    await database.write(repeats.forget_old)
+    supervisor = Supervisor(database, home, settings)
+    parts = Parts(settings=settings, home=home, database=database, supervisor=supervisor, resolve_model=resolve_model)
+    await supervisor.start()
+    return parts
+
+
+async def _stop(parts: Parts) -> None:
+    await parts.supervisor.stop()
+    parts.database.close()
+    parts.home.withdraw()
+    parts.home.unlock()
+
+
+def _resolve_installed(name: str) -> Any:
+    # On use: the weights package is only needed once a job is created.
+    from upweight.weights.source import resolve
+
+    return resolve(name)

@@ -1,0 +1,107 @@
+"""What every route needs: the parts of the server, who asks, and the request's body."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from fastapi import Depends, Request
+from sqlalchemy import Connection
+
+from upweight.server.home import Home
+from upweight.server.refusals import Refusal, invalid
+from upweight.server.settings import Settings
+from upweight.server.store import keys, repeats
+from upweight.server.store.database import Database
+from upweight.server.store.jobs import Job, get_job
+from upweight.server.supervision.supervisor import Supervisor
+
+ResolveModel = Callable[[str], Any]
+SMALL_BODY = 64 * 1024  # bytes; parsing less than this is quicker than a trip to a thread
+
+
+@dataclass(kw_only=True)
+class Parts:
+    """The running server."""
+
+    settings: Settings
+    home: Home
+    database: Database
+    supervisor: Supervisor
+    resolve_model: ResolveModel
+    projects: dict[str, str] = field(default_factory=dict)  # hash of a key → its project
+    parsing: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))
+
+
+def parts_of(request: Request) -> Parts:
+    return request.app.state.parts
+
+
+async def project_of(request: Request) -> str:
+    """The project that the request's bearer key opens. Raises Refusal 401."""
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    if scheme.lower() != "bearer" or not key.strip():
+        raise Refusal(401, "no API key: send the header 'Authorization: Bearer <key>'")
+    parts, key = parts_of(request), key.strip()
+    hashed = keys.hash_key(key)
+    if hashed not in parts.projects:
+        project = await parts.database.read(lambda c: keys.project_of(c, key))
+        if project is None:
+            raise Refusal(401, "the API key is not known to this server; use the one in its home folder (file api_key)")
+        parts.projects[hashed] = project
+    return parts.projects[hashed]
+
+
+PartsOf = Annotated[Parts, Depends(parts_of)]
+ProjectOf = Annotated[str, Depends(project_of)]
+
+
+async def job_of(job_id: str, parts: PartsOf, project: ProjectOf) -> Job:
+    return await parts.database.read(lambda c: get_job(c, job_id, project))
+
+
+JobOf = Annotated[Job, Depends(job_of)]
+
+
+async def read_body(request: Request) -> bytes:
+    """The whole body. Raises Refusal 413 as soon as it is larger than `max_body_mb`."""
+    limit = parts_of(request).settings.max_body_mb
+    chunks, size = [], 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size > limit * 1_000_000:
+            raise Refusal(413, f"the body is larger than {limit} MB; send fewer samples per request")
+        chunks.append(chunk)
+    return b"".join(chunks)
+
+
+def parse_json(body: bytes) -> dict[str, Any]:
+    """A JSON object. Raises Refusal 422."""
+    try:
+        value = json.loads(body) if body.strip() else None
+    except (ValueError, RecursionError) as error:
+        raise invalid(("body",), f"the body is not JSON: {error}", "json_invalid") from error
+    if not isinstance(value, dict):
+        raise invalid(("body",), "the body must be a JSON object", "model_attributes_type")
+    return value
+
+
+async def off_the_loop(parts: Parts, size: int, work: Callable[..., Any], *arguments: Any) -> Any:
+    """Run `work` in a thread when a body of `size` bytes makes it slow; few at a time, to bound memory."""
+    if size <= SMALL_BODY:
+        return work(*arguments)
+    async with parts.parsing:
+        return await asyncio.to_thread(work, *arguments)
+
+
+async def write_once(
+    request: Request, project: str, body: bytes, effect: Callable[[Connection], dict[str, Any]]
+) -> tuple[dict[str, Any], bool]:
+    """Run `effect` in the store under the request's Idempotency-Key, if it has one: answer, and whether it ran now."""
+    key = request.headers.get("idempotency-key") or None
+    digest = hashlib.sha256(f"{request.method} {request.url.path}\n".encode() + body).digest() if key else b""
+    return await parts_of(request).database.write(lambda c: repeats.once(c, project, key, digest, effect))

@@ -1,0 +1,67 @@
+"""Error answers: `{"detail": …}` everywhere; below the inference prefix also the form that OpenAI clients read."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from sqlalchemy.exc import OperationalError
+from starlette.exceptions import HTTPException
+
+from upweight.errors import StoreError
+from upweight.server.refusals import Refusal
+
+log = logging.getLogger(__name__)
+
+RETRY_AFTER = {503: "2", 429: "1"}  # seconds
+
+
+def answer(request: Request, status: int, detail: Any, **extra: Any) -> JSONResponse:
+    content = {"detail": detail, **extra}
+    if "/inference/" in request.url.path:
+        content = both_forms(status, content)
+    headers = {"Retry-After": RETRY_AFTER[status]} if status in RETRY_AFTER else {}
+    if status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return JSONResponse(content, status, headers)
+
+
+def both_forms(status: int, content: dict[str, Any]) -> dict[str, Any]:
+    """Add `error` to a body that has `detail`, or `detail` to one that has `error`."""
+    if isinstance(content.get("error"), dict):
+        return {"detail": str(content["error"].get("message", "")), **content}
+    detail = content.get("detail", "")
+    message = "; ".join(str(item.get("msg", item)) for item in detail) if isinstance(detail, list) else str(detail)
+    kind = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}.get(
+        status, "server_error" if status >= 500 else "invalid_request_error"
+    )
+    return {**content, "error": {"message": message, "type": kind, "param": None, "code": None}}
+
+
+def install(app: FastAPI) -> None:
+    @app.exception_handler(Refusal)
+    async def _refusal(request: Request, refusal: Refusal) -> JSONResponse:
+        return answer(request, refusal.status, refusal.detail, **refusal.extra)
+
+    @app.exception_handler(HTTPException)
+    async def _http(request: Request, error: HTTPException) -> JSONResponse:
+        return answer(request, error.status_code, error.detail)
+
+    @app.exception_handler(RequestValidationError)
+    async def _invalid(request: Request, error: RequestValidationError) -> JSONResponse:
+        items = [{"loc": list(e["loc"]), "msg": e["msg"], "type": e["type"]} for e in error.errors()]
+        return answer(request, 422, items)
+
+    @app.exception_handler(StoreError)
+    @app.exception_handler(OperationalError)
+    async def _store(request: Request, error: Exception) -> JSONResponse:
+        log.error("store: %s", error)
+        text = str(error.orig) if isinstance(error, OperationalError) else str(error)
+        return answer(request, 503, f"the store cannot answer now: {text}; nothing was stored, try again")
+
+    @app.exception_handler(Exception)
+    async def _bug(request: Request, error: Exception) -> JSONResponse:
+        return answer(request, 500, f"internal error: {type(error).__name__}; the server's log says more")

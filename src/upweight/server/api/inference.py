@@ -1,0 +1,176 @@
+"""The job's OpenAI-compatible endpoint: requests go to the job's worker, what it answers is remembered for the join.
+
+Invariants:
+* A completion is stored before its answer leaves, so a sample made from it always finds it.
+* A request that meets a dying worker waits for the next one and is asked again; nothing of an answer was sent before.
+* A client that goes away takes its request in the worker with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+
+from upweight.server.api.context import JobOf, Parts, PartsOf, off_the_loop, parse_json, read_body
+from upweight.server.api.errors import both_forms
+from upweight.server.api.served import StreamReader, served_of
+from upweight.server.refusals import Refusal
+from upweight.server.store import completions
+from upweight.server.store.jobs import Job
+
+PREFIX = "/v1alpha1/fine_tuning/jobs/{job_id}"
+MOST_ATTEMPTS = 5
+
+router = APIRouter(prefix=PREFIX)
+
+
+@router.get("/inference/openai/v1/models")
+async def models(request: Request, job: JobOf, parts: PartsOf) -> Response:
+    return await _forward(request, job, parts, "GET", "/openai/v1/models", b"")
+
+
+@router.post("/render")
+async def render(request: Request, job: JobOf, parts: PartsOf) -> Response:
+    return await _forward(request, job, parts, "POST", "/render", await read_body(request))
+
+
+@router.post("/inference/openai/v1/chat/completions")
+async def chat_completions(request: Request, job: JobOf, parts: PartsOf) -> Response:
+    return await _complete(request, job, parts, "/openai/v1/chat/completions")
+
+
+@router.post("/inference/openai/v1/completions")
+async def text_completions(request: Request, job: JobOf, parts: PartsOf) -> Response:
+    return await _complete(request, job, parts, "/openai/v1/completions")
+
+
+async def _complete(request: Request, job: JobOf, parts: Parts, path: str) -> Response:
+    body = await read_body(request)
+    asked: dict[str, Any] = await off_the_loop(parts, len(body), parse_json, body)
+    if asked.get("stream"):
+        return await _stream(request, job, parts, path, body, asked)
+    return await _forward(request, job, parts, "POST", path, body, asked)
+
+
+async def _forward(
+    request: Request, job: Job, parts: Parts, method: str, path: str, body: bytes, asked: dict[str, Any] | None = None
+) -> Response:
+    upstream = await _ask(request, job, parts, method, path, body)
+    try:
+        content = await _until_gone(request, upstream.aread())
+    finally:
+        await upstream.aclose()
+    if upstream.status_code >= 400:
+        return _error(upstream, content)
+    if asked is not None and not job.is_over:
+        await _remember(parts, job, asked, await off_the_loop(parts, len(content), json.loads, content))
+    return Response(content, upstream.status_code, media_type=upstream.headers.get("content-type"))
+
+
+async def _stream(request: Request, job: Job, parts: Parts, path: str, body: bytes, asked: dict[str, Any]) -> Response:
+    upstream = await _ask(request, job, parts, "POST", path, body)
+    if upstream.status_code >= 400:
+        content = await upstream.aread()
+        await upstream.aclose()
+        return _error(upstream, content)
+    return StreamingResponse(
+        _pass_on(upstream, job, parts, asked), upstream.status_code, media_type=upstream.headers.get("content-type")
+    )
+
+
+async def _pass_on(upstream: httpx.Response, job: Job, parts: Parts, asked: dict[str, Any]) -> AsyncIterator[bytes]:
+    """Chunks as they come; the last ones (which say the end) only after the completion was stored."""
+    reader, held = StreamReader(), b""
+    try:
+        async for chunk in upstream.aiter_raw():
+            reader.feed(chunk)
+            if b"[DONE]" in held + chunk:
+                held += chunk
+                continue
+            yield held + chunk
+            held = b""
+        if not job.is_over:
+            await _remember(parts, job, asked, reader.answer())
+        yield held
+    except httpx.TransportError as error:
+        message = {
+            "error": {"message": f"the worker broke off: {error}", "type": "server_error", "param": None, "code": None}
+        }
+        yield b"data: " + json.dumps(message).encode() + b"\n\n"
+    finally:
+        await upstream.aclose()
+
+
+async def _remember(parts: Parts, job: Job, asked: dict[str, Any], answer: dict[str, Any]) -> None:
+    if served := served_of(asked, answer):
+        await parts.database.write(lambda c: completions.remember(c, job.id, served))
+
+
+async def _ask(request: Request, job: Job, parts: Parts, method: str, path: str, body: bytes) -> httpx.Response:
+    """The worker's answer, its body not yet read. A worker that breaks off before answering is followed by the next one."""
+    broken: Exception | None = None
+    for _ in range(MOST_ATTEMPTS):
+        current = await _current(parts, job)
+        worker = await _until_gone(request, parts.supervisor.serving(current))
+        call = worker.client.build_request(
+            method,
+            path,
+            content=body,
+            headers={"content-type": "application/json"},
+            timeout=httpx.Timeout(parts.settings.inference_timeout, connect=10.0),
+        )
+        try:
+            return await _until_gone(request, worker.client.send(call, stream=True))
+        except httpx.TimeoutException as error:
+            raise Refusal(504, f"the worker did not answer within {parts.settings.inference_timeout:g} s") from error
+        except (httpx.TransportError, RuntimeError) as error:  # RuntimeError: the client was closed under the call
+            broken = error
+            await asyncio.sleep(0.1)
+    raise Refusal(503, f"the worker broke off {MOST_ATTEMPTS} times, last: {broken!r}; try again")
+
+
+async def _current(parts: Parts, job: Job) -> Job:
+    from upweight.server.store.jobs import get_job
+
+    return await parts.database.read(lambda c: get_job(c, job.id))
+
+
+async def _until_gone(request: Request, work: Any) -> Any:
+    """The result of `work`, which is cancelled when the client disconnects (its body was read before)."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise Refusal(499, "the client went away")
+        return task.result()
+    finally:
+        for one in (task, gone):
+            if not one.done():
+                one.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await one
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        continue
+
+
+def _error(upstream: httpx.Response, content: bytes) -> Response:
+    """The worker's refusal, in both forms."""
+    try:
+        told = json.loads(content)
+    except ValueError:
+        told = None
+    if not isinstance(told, dict):
+        told = {"detail": content.decode(errors="replace")[:500] or upstream.reason_phrase}
+    headers = {"Retry-After": upstream.headers["retry-after"]} if "retry-after" in upstream.headers else None
+    return JSONResponse(both_forms(upstream.status_code, told), upstream.status_code, headers)

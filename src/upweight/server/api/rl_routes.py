@@ -1,0 +1,93 @@
+"""`/v1alpha1/fine_tuning/jobs/{job_id}/…`: status, batches, samples, metrics, progress."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from fastapi import APIRouter, Request
+
+from upweight.server.api.context import JobOf, PartsOf, ProjectOf, off_the_loop, parse_json, read_body, write_once
+from upweight.server.api.progress import progress
+from upweight.server.api.uploads import parse_upload
+from upweight.server.refusals import invalid
+from upweight.server.store import batches, jobs
+from upweight.server.store.jobs import get_job
+
+LARGEST_INDEX = 2**31 - 1
+
+router = APIRouter(prefix="/v1alpha1/fine_tuning/jobs/{job_id}")
+
+
+@router.get("/status")
+async def get_status(job: JobOf) -> dict[str, Any]:
+    return {
+        "object": "fine_tuning.job.status",
+        "inference_version": job.inference_version,
+        "total_batches": job.total_batches,
+        "filled_batches": job.filled_batches,
+        "batch_size": job.batch_size,
+        "job_status": job.job_status,
+        "error": job.error,
+    }
+
+
+@router.get("/progress")
+async def get_progress(job: JobOf, parts: PartsOf, since: int = -1) -> dict[str, Any]:
+    return await parts.database.read(lambda c: progress(c, job, parts.supervisor.worker_of(job.id), since))
+
+
+@router.get("/batches/{batch_index}")
+async def get_batch(batch_index: int, job: JobOf, parts: PartsOf) -> dict[str, Any]:
+    return await parts.database.read(lambda c: batches.read_batch(c, job, batch_index))
+
+
+@router.post("/batches")
+async def create_batch(request: Request, job: JobOf, parts: PartsOf, project: ProjectOf) -> dict[str, Any]:
+    body = await read_body(request)
+    index = _index(parse_json(body), "index")
+    answer, _ = await write_once(
+        request, project, body, lambda c: batches.create_batch(c, get_job(c, job.id, project), index)
+    )
+    return answer
+
+
+@router.post("/batches/{batch_index}/samples")
+async def submit_samples(
+    request: Request, batch_index: int, job: JobOf, parts: PartsOf, project: ProjectOf
+) -> dict[str, Any]:
+    body = await read_body(request)
+    needs_task = job.reinforcement["advantage"] == "group"
+    samples = await off_the_loop(parts, len(body), parse_upload, body, needs_task)
+    answer, _ = await write_once(
+        request, project, body, lambda c: batches.add_samples(c, job.id, project, batch_index, samples)
+    )
+    if answer["status"] == "filled":
+        parts.supervisor.batch_filled(job.id)
+    return answer
+
+
+@router.post("/metrics")
+async def add_metrics(request: Request, job: JobOf, project: ProjectOf) -> dict[str, Any]:
+    body = await read_body(request)
+    given = parse_json(body)
+    index, metrics = _index(given, "batch_index"), given.get("metrics")
+    if not isinstance(metrics, dict) or not metrics:
+        raise invalid(("body", "metrics"), "metrics must be an object {name: number}")
+    for name, value in metrics.items():
+        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+            raise invalid(("body", "metrics", name), f"metric {name} = {value!r}: a finite number is needed")
+
+    def effect(connection: Any) -> dict[str, Any]:
+        jobs.add_client_metrics(connection, job.id, index, metrics)
+        return {"object": "fine_tuning.metrics"}
+
+    answer, _ = await write_once(request, project, body, effect)
+    return answer
+
+
+def _index(given: dict[str, Any], field: str) -> int:
+    index = given.get(field)
+    if not isinstance(index, int) or isinstance(index, bool) or not 0 <= index <= LARGEST_INDEX:
+        raise invalid(("body", field), f"{field} = {index!r}: an integer from 0 to {LARGEST_INDEX} is needed")
+    return index

@@ -1,0 +1,115 @@
+"""Reads from a request and its answer what the store must remember of each completion."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, TypeGuard
+
+import numpy as np
+
+from upweight.server.store.completions import Served
+from upweight.server.store.rows import completion_key
+
+SETTINGS = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
+SETTINGS_KEPT = (*SETTINGS, "logit_bias", "max_tokens", "max_completion_tokens", "seed", "stop", "min_tokens")
+NEUTRAL = {"top_p": 1, "min_p": 0, "frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1}
+
+
+def sampling_of(request: dict[str, Any]) -> tuple[float, bool, dict[str, Any]]:
+    """(temperature, filtered, settings kept) of a request. Greedy counts as temperature 1, filtered: see training_data."""
+    settings = {name: request[name] for name in SETTINGS_KEPT if request.get(name) is not None}
+    temperature = float(settings.get("temperature", 1.0))
+    filtered = any(settings.get(name, neutral) != neutral for name, neutral in NEUTRAL.items())
+    filtered = filtered or settings.get("top_k", 0) > 0 or bool(settings.get("logit_bias")) or temperature == 0.0
+    return (temperature or 1.0), filtered, settings
+
+
+def served_of(request: dict[str, Any], answer: dict[str, Any]) -> list[Served]:
+    """One entry per choice whose prompt and output ids the answer tells; others cannot be joined and are left out."""
+    prompt = answer.get("prompt_token_ids")
+    if not _is_ids(prompt):
+        return []
+    temperature, filtered, settings = sampling_of(request)
+    found = []
+    for choice in answer.get("choices", []):
+        output, logprobs = _output_of(choice)
+        if not output:
+            continue
+        found.append(
+            Served(
+                key=completion_key(np.asarray(prompt, dtype="<i4"), np.asarray(output, dtype="<i4")),
+                logprobs=_floats(logprobs, len(output)),
+                raw_logprobs=_floats(choice.get("raw_logprobs"), len(output)),
+                versions=_versions(answer, choice, len(output)),
+                temperature=temperature,
+                filtered=filtered,
+                settings=settings,
+            )
+        )
+    return found
+
+
+def _is_ids(value: object) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(isinstance(token, int) for token in value)
+
+
+def _output_of(choice: dict[str, Any]) -> tuple[list[int], list[float] | None]:
+    """Output ids and their log-probabilities, of a chat or a text completion."""
+    logprobs = choice.get("logprobs") or {}
+    content = logprobs.get("content")
+    if content is not None:
+        named = [entry["token"] for entry in content]
+        values: list[float] | None = [entry["logprob"] for entry in content]
+    else:
+        named, values = logprobs.get("tokens") or [], logprobs.get("token_logprobs")
+    output = choice.get("token_ids")
+    if _is_ids(output):
+        return output, values
+    numbers = [name.removeprefix("token_id:") for name in named]
+    return ([int(number) for number in numbers] if all(number.isdecimal() for number in numbers) else []), values
+
+
+def _floats(values: object, count: int) -> bytes | None:
+    if not isinstance(values, list) or len(values) != count:
+        return None
+    return np.asarray(values, dtype="<f4").tobytes()
+
+
+def _versions(answer: dict[str, Any], choice: dict[str, Any], count: int) -> bytes:
+    per_token = choice.get("token_inference_versions")
+    if _is_ids(per_token) and len(per_token) == count:
+        return np.asarray(per_token, dtype="<i4").tobytes()
+    version = answer.get("inference_version")
+    return np.full(count, version if isinstance(version, int) else -1, dtype="<i4").tobytes()
+
+
+class StreamReader:
+    """Puts the answer of a streamed completion together again from its server-sent events."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._top: dict[str, Any] = {}
+        self._choices: dict[int, dict[str, Any]] = {}
+
+    def feed(self, chunk: bytes) -> None:
+        *lines, self._rest = (self._rest + chunk).split(b"\n")
+        for line in lines:
+            data = line.removeprefix(b"data:").strip()
+            if line.startswith(b"data:") and data != b"[DONE]":
+                self._take(json.loads(data))
+
+    def answer(self) -> dict[str, Any]:
+        return {**self._top, "choices": list(self._choices.values())}
+
+    def _take(self, event: dict[str, Any]) -> None:
+        for name in ("prompt_token_ids", "inference_version"):
+            if event.get(name) is not None:
+                self._top.setdefault(name, event[name])
+        for part in event.get("choices") or []:
+            whole = self._choices.setdefault(part.get("index", 0), {"logprobs": {}})
+            for name in ("token_ids", "raw_logprobs", "token_inference_versions"):
+                if part.get(name):
+                    whole.setdefault(name, []).extend(part[name])
+            for name, values in (part.get("logprobs") or {}).items():
+                if isinstance(values, list):
+                    whole["logprobs"].setdefault(name, []).extend(values)

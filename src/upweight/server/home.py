@@ -1,0 +1,124 @@
+"""The server's home folder: who owns it, where things lie in it, how a client on this machine finds the server.
+
+Invariants:
+* One server per home: `lock` is held with flock for the life of the process (a killed process frees it).
+* `server.json` appears only once the server listens, and is always a complete document (written aside, then renamed).
+* The API key lies in a file of mode 0600 and nowhere else in clear.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import secrets
+import shutil
+from pathlib import Path
+from typing import Any
+
+from upweight.errors import ServerError, StoreError
+
+
+class Home:
+    """Paths below one home folder. Creating the object creates the folders. Raises ServerError if it cannot."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.store = root / "store.sqlite3"
+        self.jobs = root / "jobs"
+        self.logs = root / "logs"
+        self.cache = root / "cache"
+        self.run = root / "run"  # sockets and specs of the workers that run now
+        self.key_file = root / "api_key"
+        self.server_file = root / "server.json"
+        self._lock: int | None = None
+        try:
+            for folder in (root, self.jobs, self.logs, self.cache, self.run):
+                folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            probe = root / f".probe-{os.getpid()}"
+            probe.touch()
+            probe.unlink()
+        except OSError as error:
+            raise ServerError(
+                f"home folder {root} is not writable ({error.strerror}); set UPWEIGHT_HOME or use --home"
+            ) from error
+
+    def job_folder(self, job_id: str) -> Path:
+        return self.jobs / job_id
+
+    def lock(self) -> None:
+        """Own this home until `unlock` or the end of the process. Raises StoreError if another server does."""
+        handle = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(handle)
+            other = self.read_server()
+            who = f" (process {other['pid']}, {other['url']})" if other else ""
+            raise StoreError(
+                f"the store in {self.root} is in use by another server{who}; stop it or use another --home"
+            ) from error
+        self._lock = handle
+        for left_over in self.run.iterdir():  # of a server that was killed
+            shutil.rmtree(left_over, ignore_errors=True)
+
+    def unlock(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def api_key(self) -> tuple[str, bool]:
+        """The key of this home and whether it was made just now."""
+        if self.key_file.exists():
+            key = self.key_file.read_text().strip()
+            if key:
+                return key, False
+        key = "uw-" + secrets.token_urlsafe(32)
+        write_atomically(self.key_file, key + "\n", mode=0o600)
+        return key, True
+
+    def read_server(self) -> dict[str, Any] | None:
+        """What `server.json` says about the running server (url, pid), or None."""
+        try:
+            return json.loads(self.server_file.read_text())
+        except (OSError, ValueError):
+            return None
+
+    def announce(self, url: str) -> None:
+        write_atomically(self.server_file, json.dumps({"url": url, "pid": os.getpid()}) + "\n", mode=0o600)
+
+    def withdraw(self) -> None:
+        """Remove `server.json` if it is ours."""
+        told = self.read_server()
+        if told and told.get("pid") == os.getpid():
+            self.server_file.unlink(missing_ok=True)
+
+    def bytes_used(self) -> int:
+        return folder_bytes(self.root)
+
+    def bytes_free(self) -> int:
+        return shutil.disk_usage(self.root).free
+
+
+def write_atomically(path: Path, text: str, *, mode: int = 0o644) -> None:
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    handle = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+    with os.fdopen(handle, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.replace(path)
+
+
+def folder_bytes(root: Path) -> int:
+    """Bytes of the regular files below `root`; files that vanish meanwhile count as 0."""
+    if root.is_file():
+        return root.stat().st_size
+    total = 0
+    for folder, _, names in os.walk(root):
+        for name in names:
+            try:
+                total += os.lstat(os.path.join(folder, name)).st_size
+            except FileNotFoundError:
+                continue
+    return total

@@ -1,0 +1,181 @@
+"""The method object of a job: names, defaults and ranges are a contract (a test freezes them).
+
+An unknown key is refused with the nearest known one. What is valid but has no trainer here yet is refused as
+"not offered", with the list of what is.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from upweight.server.refusals import Refusal, problem
+
+Algorithm = Literal[
+    "grpo",
+    "dr_grpo",
+    "dapo",
+    "gspo",
+    "cispo",
+    "rloo",
+    "reinforce",
+    "reinforce_pp",
+    "reinforce_pp_baseline",
+    "bnpo",
+    "ppo",
+]
+REWARD_ALGORITHMS = frozenset({"ppo", "reinforce", "reinforce_pp"})
+
+OFFERED: dict[str, tuple[str, ...]] = {
+    "type": ("reinforcement",),
+    "algorithm": ("grpo", "dr_grpo", "dapo", "bnpo", "gspo", "cispo", "rloo"),
+    "advantage": ("given", "group"),
+    "correction": ("none", "truncated"),
+}
+METHOD_TYPES = ("reinforcement", "dpo", "supervised", "spec-draft")
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class Lora(_Strict):
+    rank: int = Field(default=16, ge=1)
+    alpha: float = Field(default=32, gt=0)
+    targets: str | list[str] = "all-linear"
+
+
+class Sampling(_Strict):
+    max_tokens: int = Field(default=256, ge=1)
+    max_context: int | None = Field(default=None, ge=1)
+
+
+class Critic(_Strict):
+    kind: Literal["value_head"] = "value_head"
+    learning_rate: float = Field(default=1e-5, ge=0)
+    gamma: float = Field(default=1.0, ge=0, le=1)
+    gae_lambda: float = Field(default=0.95, ge=0, le=1)
+    warmup_batches: int = Field(default=0, ge=0)
+
+
+class Budget(_Strict):
+    max_seconds: float | None = Field(default=None, gt=0)
+    max_samples: int | None = Field(default=None, ge=1)
+    max_tokens: int | None = Field(default=None, ge=1)
+
+
+class Reinforcement(_Strict):
+    batch_size: int = Field(ge=1, description="samples per batch = capacity of a batch on the wire")
+    num_batches: int | None = Field(default=None, ge=1, description="None = until cancelled")
+    algorithm: Algorithm = "grpo"
+    advantage: Literal["given", "group", "reward"] | None = Field(
+        default=None, description="None is filled in: reward for ppo, reinforce and reinforce_pp, else given"
+    )
+    learning_rate: float = Field(default=1e-5, ge=0)
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = Field(default=0, ge=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    max_grad_norm: float | None = Field(default=1.0, gt=0)
+    adam_b1: float = Field(default=0.9, ge=0, lt=1)
+    adam_b2: float = Field(default=0.95, ge=0, lt=1)
+    epochs: int = Field(default=1, ge=1)
+    minibatch_size: int | None = Field(default=None, ge=1)
+    microbatch_tokens: int | None = Field(default=None, ge=1)
+    # None = the preset's own value
+    clip_low: float | None = Field(default=None, gt=0, lt=1)
+    clip_high: float | None = Field(default=None, gt=0)
+    dual_clip: float | None = Field(default=None, gt=1)
+    beta: float = Field(default=0.0, ge=0, description="KL against the job's start model")
+    kl_estimator: Literal["exact", "k1", "k2", "k3"] | None = None
+    entropy_coeff: float = Field(default=0.0, ge=0)
+    is_cap: float = Field(default=2.0, gt=0, description="cap of the weights of the truncated correction")
+    mask_truncated: bool | None = None
+    correction: Literal["none", "truncated", "masked", "decoupled"] = "truncated"
+    lora: Lora | None = None
+    sampling: Sampling = Sampling()
+    critic: Critic | None = None
+    checkpoint_every: int = Field(default=10, ge=1)
+    keep_checkpoints: int = Field(default=3, ge=1)
+    budget: Budget | None = None
+    seed: int = Field(default=0, ge=0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_advantage(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.get("advantage") is None:
+            algorithm = given.get("algorithm", "grpo")
+            own = isinstance(algorithm, str) and algorithm in REWARD_ALGORITHMS
+            return {**given, "advantage": "reward" if own else "given"}
+        return given
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Reinforcement:
+        if (self.advantage == "reward") != (self.algorithm in REWARD_ALGORITHMS):
+            allowed = "reward" if self.algorithm in REWARD_ALGORITHMS else "given or group"
+            raise ValueError(f"advantage = {self.advantage!r} does not fit algorithm {self.algorithm!r}; use {allowed}")
+        if self.critic is not None and self.algorithm != "ppo":
+            raise ValueError(f"critic belongs to algorithm 'ppo', not {self.algorithm!r}; leave it out")
+        if self.minibatch_size is not None and self.minibatch_size > self.batch_size:
+            raise ValueError(f"minibatch_size = {self.minibatch_size} exceeds batch_size = {self.batch_size}")
+        return self
+
+
+def parse_method(method: object, *, loc: tuple[str | int, ...] = ("body", "method")) -> Reinforcement:
+    """The validated reinforcement settings of a method object. Raises Refusal 422 naming key, value and remedy."""
+    if not isinstance(method, dict):
+        raise _refuse(loc, 'method must be an object such as {"type": "reinforcement", "reinforcement": {…}}')
+    kind = method.get("type")
+    if kind not in METHOD_TYPES:
+        raise _refuse((*loc, "type"), f"method type {kind!r} is unknown; known: {', '.join(METHOD_TYPES)}")
+    if kind not in OFFERED["type"]:
+        raise _not_offered((*loc, "type"), "method type", str(kind), OFFERED["type"])
+    for key in method:
+        if key not in ("type", kind):
+            raise _refuse((*loc, key), _unknown_key(str(key), ["type", str(kind)]), "extra_forbidden")
+    try:
+        parsed = Reinforcement.model_validate_json(json.dumps(method.get("reinforcement", {})))
+    except ValidationError as error:
+        raise Refusal(422, [_describe(item, (*loc, "reinforcement")) for item in error.errors()]) from error
+    for field in ("algorithm", "advantage", "correction"):
+        if getattr(parsed, field) not in OFFERED[field]:
+            raise _not_offered((*loc, "reinforcement", field), field, getattr(parsed, field), OFFERED[field])
+    return parsed
+
+
+def _not_offered(loc: tuple[str | int, ...], what: str, value: str, offered: tuple[str, ...]) -> Refusal:
+    return _refuse(loc, f"{what} {value!r} is not offered by this server yet; offered: {', '.join(offered)}")
+
+
+def _refuse(loc: tuple[str | int, ...], message: str, kind: str = "value_error") -> Refusal:
+    return Refusal(422, [problem(loc, message, kind)])
+
+
+def _unknown_key(key: str, known: list[str]) -> str:
+    nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
+    return f"unknown key {key!r}; the nearest known one is {nearest[0]!r}"
+
+
+def _describe(item: Any, loc: tuple[str | int, ...]) -> dict[str, Any]:
+    """One pydantic problem as an answer's entry that names field, value and range."""
+    path = tuple(item["loc"])
+    place = (*loc, *path)
+    if item["type"] == "extra_forbidden":
+        return problem(place, _unknown_key(str(path[-1]), _keys_at(path[:-1])), "extra_forbidden")
+    field = ".".join(str(part) for part in path)
+    message = item["msg"].removeprefix("Value error, ")
+    if not field:
+        return problem(place, message, item["type"])
+    if item["type"] == "missing":
+        return problem(place, f"{field} is required", "missing")
+    return problem(place, f"{field} = {item['input']!r}: {message}", item["type"])
+
+
+_NESTED: dict[str, type[BaseModel]] = {"lora": Lora, "sampling": Sampling, "critic": Critic, "budget": Budget}
+
+
+def _keys_at(path: tuple[str | int, ...]) -> list[str]:
+    model: type[BaseModel] = _NESTED.get(str(path[0]), Reinforcement) if path else Reinforcement
+    return list(model.model_fields)

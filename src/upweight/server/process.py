@@ -1,0 +1,138 @@
+"""The server as a process: checks first, then listens, says where, and stops in order.
+
+Invariants:
+* What cannot work is one clear line (ServerError, StoreError), before anything listens.
+* SIGTERM, SIGINT and (with `parent_pipe`) the end of standard input stop it: requests get 1 s, workers `worker_stop_timeout`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from logging.handlers import RotatingFileHandler
+
+import uvicorn
+
+from upweight.errors import ServerError
+from upweight.server.api.app import create_app
+from upweight.server.api.context import ResolveModel
+from upweight.server.home import Home
+from upweight.server.settings import Settings
+from upweight.server.store.database import Database
+
+REQUEST_GRACE = 1  # seconds
+
+
+def run(settings: Settings, *, resolve_model: ResolveModel | None = None) -> None:
+    """Serve until told to stop. Raises ServerError or StoreError when the server cannot start."""
+    home = Home(settings.home)
+    _check_store(home)
+    listener = _listen(settings.host, settings.port)
+    host, port = listener.getsockname()[:2]
+    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    _, key_is_new = home.api_key()
+
+    def ready() -> None:
+        home.announce(url)
+        print(f"upweight server: {url}  home {home.root}", flush=True)
+        if key_is_new:
+            print(f"upweight server: API key {home.api_key()[0]} (also in {home.key_file})", flush=True)
+
+    _log_to(home)
+    app = create_app(settings, resolve_model=resolve_model)
+    config = uvicorn.Config(
+        app,
+        log_level="warning",
+        access_log=False,
+        lifespan="on",
+        timeout_graceful_shutdown=REQUEST_GRACE,
+        timeout_keep_alive=75,
+    )
+    server = _Server(config, ready)
+    with contextlib.closing(listener):
+        asyncio.run(_serve(server, listener, settings.parent_pipe))
+    if not server.started:
+        raise ServerError("the server did not start; the lines above say why")
+
+
+def _log_to(home: Home) -> None:
+    """What the server does goes to logs/server.log; keys and bodies are never logged."""
+    handler = RotatingFileHandler(home.logs / "server.log", maxBytes=10_000_000, backupCount=3)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    root = logging.getLogger("upweight.server")
+    root.addHandler(handler)
+    root.setLevel(logging.INFO)
+
+
+def _check_store(home: Home) -> None:
+    """Open the store once, so that a second server or a broken file is told in one line before anything listens."""
+    home.lock()
+    try:
+        Database(home.store).close()
+    finally:
+        home.unlock()
+
+
+class _Server(uvicorn.Server):
+    """Tells when it listens, and leaves signals to `_serve`."""
+
+    def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._ready = ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=sockets)
+        if self.started:
+            self._ready()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def _serve(server: _Server, listener: socket.socket, parent_pipe: bool) -> None:
+    loop = asyncio.get_running_loop()
+
+    def stop() -> None:
+        server.should_exit = True
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop)
+    if parent_pipe:
+        threading.Thread(target=_await_end_of_input, args=(loop, stop), daemon=True).start()
+    await server.serve(sockets=[listener])
+
+
+def _await_end_of_input(loop: asyncio.AbstractEventLoop, stop: Callable[[], None]) -> None:
+    while os.read(0, 4096):
+        continue
+    with contextlib.suppress(RuntimeError):  # the loop is closed: the server has stopped already
+        loop.call_soon_threadsafe(stop)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises ServerError with one line."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise ServerError(
+                f"port {port} is taken on {host}; use --port with another one, or --port 0 for any free one"
+            ) from error
+        raise ServerError(
+            f"cannot listen on {host}:{port}: {error.strerror or error}; check --host and --port"
+        ) from error
+    listener.setblocking(False)
+    return listener

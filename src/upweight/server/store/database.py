@@ -1,0 +1,155 @@
+"""One SQLite file, one writer thread with group commits, separate readers.
+
+Invariants:
+* A future of `write` is resolved only after the commit that holds its operation: what was answered survives a kill.
+* Each operation stands in a savepoint of its own: one that raises changes nothing and disturbs no neighbour.
+* `synchronous=FULL`: a commit is on the disk, so a power cut loses nothing that was answered either. It costs one fsync per
+  commit, and operations that wait together share a commit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+from sqlalchemy import Connection, Engine, create_engine, event, insert, select
+from sqlalchemy.exc import DatabaseError
+from sqlalchemy.pool import NullPool, QueuePool
+
+from upweight.errors import StoreError
+from upweight.server.store import schema
+
+T = TypeVar("T")
+Operation = Callable[[Connection], T]
+
+LARGEST_GROUP = 128
+READERS = 4
+
+
+class Database:
+    """Open (or create) the store at `path`. Raises StoreError with one line when that is impossible."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._writer = _engine(path, begin="BEGIN IMMEDIATE")
+        self._reader = _engine(path, begin="BEGIN")
+        self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="store-read")
+        self._orders: queue.SimpleQueue[tuple[Operation[Any], Future[Any]] | None] = queue.SimpleQueue()
+        self._closed = False
+        self._prepare()
+        self._thread = threading.Thread(target=self._run, name="store-write", daemon=True)
+        self._thread.start()
+
+    def submit(self, operation: Operation[T]) -> Future[T]:
+        """Queue `operation` for the writer; the future answers after its commit."""
+        if self._closed:
+            raise StoreError("the store is closed")
+        future: Future[T] = Future()
+        self._orders.put((operation, future))
+        return future
+
+    async def write(self, operation: Operation[T]) -> T:
+        return await asyncio.wrap_future(self.submit(operation))
+
+    async def read(self, operation: Operation[T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._readers, self.read_now, operation)
+
+    def read_now(self, operation: Operation[T]) -> T:
+        """As `read`, in the calling thread: one consistent snapshot."""
+        with self._reader.begin() as connection:
+            return operation(connection)
+
+    def close(self) -> None:
+        """Commit what is queued, then close. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._orders.put(None)
+        self._thread.join()
+        self._readers.shutdown()
+        self._reader.dispose()
+        self._writer.dispose()
+
+    def _prepare(self) -> None:
+        try:
+            with self._writer.begin() as connection:
+                schema.metadata.create_all(connection)
+                table = schema.properties
+                found = connection.scalar(select(table.c.value).where(table.c.name == "schema"))
+                if found is None:
+                    connection.execute(insert(table).values(name="schema", value=str(schema.SCHEMA_VERSION)))
+        except DatabaseError as error:
+            raise StoreError(
+                f"store {self.path} cannot be opened: {error.orig}; restore it or use another --home"
+            ) from error
+        if found is not None and found != str(schema.SCHEMA_VERSION):
+            raise StoreError(
+                f"store {self.path} has schema {found}, this server writes {schema.SCHEMA_VERSION}; use another --home"
+            )
+
+    def _run(self) -> None:
+        with self._writer.connect() as connection:
+            while (order := self._orders.get()) is not None:
+                group = [order]
+                while len(group) < LARGEST_GROUP and not self._orders.empty():
+                    following = self._orders.get()
+                    if following is None:
+                        self._orders.put(None)
+                        break
+                    group.append(following)
+                _commit(connection, group)
+
+
+def _commit(connection: Connection, group: list[tuple[Operation[Any], Future[Any]]]) -> None:
+    """Run the operations of one group, commit once, then answer."""
+    done: list[tuple[Future[Any], Any]] = []
+    failed: list[tuple[Future[Any], BaseException]] = []
+    try:
+        with connection.begin():
+            for operation, future in group:
+                if not future.set_running_or_notify_cancel():
+                    continue
+                try:
+                    with connection.begin_nested():
+                        result = operation(connection)
+                    done.append((future, result))
+                except Exception as error:  # noqa: BLE001 - it belongs to the caller who waits on the future
+                    failed.append((future, error))
+    except Exception as error:  # noqa: BLE001 - the commit failed: nobody of this group was stored
+        failed += [(future, StoreError(f"the store did not commit: {error}")) for future, _ in done]
+        answered = {id(future) for future, _ in failed}
+        failed += [
+            (future, StoreError(f"the store did not commit: {error}"))
+            for _, future in group
+            if id(future) not in answered and future.running()
+        ]
+        done = []
+    for future, result in done:
+        future.set_result(result)
+    for future, problem in failed:
+        future.set_exception(problem)
+
+
+def _engine(path: Path, *, begin: str) -> Engine:
+    writer = begin != "BEGIN"
+    pool: dict[str, Any] = {"poolclass": NullPool} if writer else {"poolclass": QueuePool, "pool_size": READERS}
+    engine = create_engine(f"sqlite:///{path}", connect_args={"check_same_thread": False, "timeout": 30.0}, **pool)
+
+    @event.listens_for(engine, "connect")
+    def _configure(connection: Any, _record: Any) -> None:
+        connection.isolation_level = None  # transactions are begun below, not by the driver
+        cursor = connection.cursor()
+        for pragma in ("journal_mode=WAL", "synchronous=FULL", "temp_store=MEMORY", "cache_size=-32000"):
+            cursor.execute(f"PRAGMA {pragma}")
+        cursor.close()
+
+    @event.listens_for(engine, "begin")
+    def _begin(connection: Connection) -> None:
+        connection.exec_driver_sql(begin)
+
+    return engine

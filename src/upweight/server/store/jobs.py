@@ -1,0 +1,185 @@
+"""Jobs, their states and their events."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import Connection, func, insert, select, update
+
+from upweight.server.refusals import Refusal, not_found
+from upweight.server.store import schema
+
+TERMINAL = frozenset({"succeeded", "failed", "cancelled"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A row of the table of jobs."""
+
+    seq: int
+    id: str
+    project: str
+    created_at: float
+    started_at: float | None
+    finished_at: float | None
+    job_status: str
+    reason: str
+    model: str
+    model_path: str
+    request: dict[str, Any]
+    reinforcement: dict[str, Any]
+    batch_size: int
+    total_batches: int | None
+    filled_batches: int
+    inference_version: int | None
+    error: dict[str, Any] | None
+    weights: str | None
+
+    @property
+    def is_over(self) -> bool:
+        return self.job_status in TERMINAL
+
+
+def create_job(
+    connection: Connection, *, project: str, model: str, model_path: str, request: dict, reinforcement: dict
+) -> Job:
+    job_id = "ftjob-" + secrets.token_hex(12)
+    connection.execute(
+        insert(schema.jobs).values(
+            id=job_id,
+            project=project,
+            created_at=time.time(),
+            job_status="queued",
+            reason="waits for a place",
+            model=model,
+            model_path=model_path,
+            request=request,
+            reinforcement=reinforcement,
+            batch_size=reinforcement["batch_size"],
+            total_batches=reinforcement["num_batches"],
+            filled_batches=0,
+        )
+    )
+    add_event(connection, job_id, "job created")
+    return get_job(connection, job_id)
+
+
+def get_job(connection: Connection, job_id: str, project: str | None = None) -> Job:
+    """The job; Refusal 404 if there is none, or if it belongs to another project than the given one."""
+    row = connection.execute(select(schema.jobs).where(schema.jobs.c.id == job_id)).first()
+    if row is None or (project is not None and row.project != project):
+        raise not_found("job", job_id)
+    return Job(**row._mapping)
+
+
+def list_jobs(connection: Connection, project: str, *, limit: int, after: str | None) -> tuple[list[Job], bool]:
+    """Newest first, at most `limit`, older than job `after`; and whether more follow."""
+    table = schema.jobs
+    query = select(table).where(table.c.project == project).order_by(table.c.seq.desc()).limit(limit + 1)
+    if after is not None:
+        query = query.where(table.c.seq < get_job(connection, after, project).seq)
+    found = [Job(**row._mapping) for row in connection.execute(query)]
+    return found[:limit], len(found) > limit
+
+
+def unfinished_jobs(connection: Connection) -> list[Job]:
+    """Jobs that are not in a terminal state, oldest first."""
+    table = schema.jobs
+    query = select(table).where(table.c.job_status.not_in(TERMINAL)).order_by(table.c.seq)
+    return [Job(**row._mapping) for row in connection.execute(query)]
+
+
+def set_state(connection: Connection, job_id: str, job_status: str, reason: str = "") -> bool:
+    """Move a job that is not over to another state. False (and no change) if it is over."""
+    table = schema.jobs
+    values: dict[str, Any] = {"job_status": job_status, "reason": reason}
+    if job_status in TERMINAL:
+        values["finished_at"] = time.time()
+    changed = connection.execute(
+        update(table).where(table.c.id == job_id, table.c.job_status.not_in(TERMINAL)).values(**values)
+    )
+    return changed.rowcount == 1
+
+
+def set_fields(connection: Connection, job_id: str, **values: Any) -> None:
+    connection.execute(update(schema.jobs).where(schema.jobs.c.id == job_id).values(**values))
+
+
+def announce_version(connection: Connection, job_id: str, version: int) -> None:
+    """Publish `version` for inference. It never falls."""
+    table = schema.jobs
+    lower = table.c.inference_version.is_(None) | (table.c.inference_version < version)
+    connection.execute(update(table).where(table.c.id == job_id, lower).values(inference_version=version))
+
+
+def add_event(
+    connection: Connection,
+    job_id: str,
+    message: str,
+    *,
+    level: str = "info",
+    type: str = "message",
+    data: dict[str, Any] | None = None,
+) -> None:
+    row = {"job_id": job_id, "created_at": time.time(), "level": level, "message": message, "type": type, "data": data}
+    connection.execute(insert(schema.events).values(**row))
+
+
+def add_event_once(connection: Connection, job_id: str, message: str, *, level: str = "info") -> None:
+    """As `add_event`, unless the job has an event with this message."""
+    table = schema.events
+    same = select(table.c.seq).where(table.c.job_id == job_id, table.c.message == message).limit(1)
+    if connection.scalar(same) is None:
+        add_event(connection, job_id, message, level=level)
+
+
+def list_events(connection: Connection, job_id: str, *, limit: int, after: str | None) -> tuple[list[dict], bool]:
+    """Newest first, at most `limit`, older than event `after`; and whether more follow."""
+    table = schema.events
+    query = select(table).where(table.c.job_id == job_id).order_by(table.c.seq.desc()).limit(limit + 1)
+    if after is not None:
+        query = query.where(table.c.seq < _event_seq(after))
+    rows = [_event_answer(row._mapping) for row in connection.execute(query)]
+    return rows[:limit], len(rows) > limit
+
+
+def _event_seq(event_id: str) -> int:
+    number = event_id.removeprefix("ftevent-")
+    if not number.isdecimal():
+        raise Refusal(400, f"after = {event_id!r} is not an event id")
+    return int(number)
+
+
+def _event_answer(row: Any) -> dict[str, Any]:
+    return {
+        "id": f"ftevent-{row['seq']}",
+        "object": "fine_tuning.job.event",
+        "created_at": int(row["created_at"]),
+        "level": row["level"],
+        "message": row["message"],
+        "type": row["type"],
+        "data": row["data"],
+    }
+
+
+def add_client_metrics(connection: Connection, job_id: str, batch_index: int, metrics: dict[str, float]) -> None:
+    row = {"job_id": job_id, "batch_index": batch_index, "created_at": time.time(), "metrics": metrics}
+    connection.execute(insert(schema.client_metrics).values(**row))
+    text = ", ".join(f"{name} {value:.6g}" for name, value in metrics.items())
+    add_event(
+        connection, job_id, f"batch {batch_index}: {text}", type="metrics", data={"batch_index": batch_index, **metrics}
+    )
+
+
+def client_metrics(connection: Connection, job_id: str) -> list[dict[str, Any]]:
+    table = schema.client_metrics
+    query = select(table.c.batch_index, table.c.metrics).where(table.c.job_id == job_id).order_by(table.c.seq)
+    return [{"batch_index": row.batch_index, "metrics": row.metrics} for row in connection.execute(query)]
+
+
+def count_samples(connection: Connection, job_id: str) -> int:
+    table = schema.samples
+    return connection.scalar(select(func.count()).select_from(table).where(table.c.job_id == job_id)) or 0

@@ -1,0 +1,45 @@
+"""Idempotency keys: a POST repeated with its key gets the first answer and has no second effect.
+
+The answer is stored in the transaction of the effect, so a kill leaves both or neither. Refusals are not stored: they had no
+effect, and a repetition may meet a better state. Keys are kept `KEPT_SECONDS` per project.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from sqlalchemy import Connection, delete, insert, select
+
+from upweight.server.refusals import Refusal
+from upweight.server.store import schema
+
+KEPT_SECONDS = 48 * 3600.0
+
+
+def once(
+    connection: Connection,
+    project: str,
+    key: str | None,
+    request_hash: bytes,
+    effect: Callable[[Connection], dict[str, Any]],
+) -> tuple[dict[str, Any], bool]:
+    """The answer of `effect` and whether it ran now; a known key returns the stored answer instead."""
+    if key is None:
+        return effect(connection), True
+    table = schema.repeats
+    known = connection.execute(select(table).where(table.c.project == project, table.c.key == key)).first()
+    if known is not None:
+        if known.request_hash != request_hash:
+            raise Refusal(422, f"Idempotency-Key {key!r} was used for another request; use a new key for each request")
+        return known.answer, False
+    answer = effect(connection)
+    row = {"project": project, "key": key, "request_hash": request_hash, "status": 200, "answer": answer}
+    connection.execute(insert(table).values(**row, created_at=time.time()))
+    return answer, True
+
+
+def forget_old(connection: Connection) -> None:
+    table = schema.repeats
+    connection.execute(delete(table).where(table.c.created_at < time.time() - KEPT_SECONDS))

@@ -1,0 +1,159 @@
+"""The tables. Numbers per token are packed little-endian rows; everything a person may read is JSON or text."""
+
+from __future__ import annotations
+
+from sqlalchemy import (
+    JSON,
+    Boolean,
+    Column,
+    Float,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    String,
+    Table,
+    UniqueConstraint,
+)
+
+SCHEMA_VERSION = 1
+
+metadata = MetaData()
+
+properties = Table("properties", metadata, Column("name", String, primary_key=True), Column("value", String))
+
+projects = Table(
+    "projects", metadata, Column("id", String, primary_key=True), Column("created_at", Float, nullable=False)
+)
+
+api_keys = Table(
+    "api_keys",
+    metadata,
+    Column("hash", String, primary_key=True),  # sha256 of the key; the key itself is never stored here
+    Column("project", String, nullable=False),
+    Column("created_at", Float, nullable=False),
+)
+
+jobs = Table(
+    "jobs",
+    metadata,
+    Column("seq", Integer, primary_key=True, autoincrement=True),
+    Column("id", String, nullable=False, unique=True),
+    Column("project", String, nullable=False),
+    Column("created_at", Float, nullable=False),
+    Column("started_at", Float),
+    Column("finished_at", Float),
+    Column("job_status", String, nullable=False),
+    Column("reason", String, nullable=False),
+    Column("model", String, nullable=False),
+    Column("model_path", String, nullable=False),
+    Column("request", JSON, nullable=False),  # the request's known fields, without secrets
+    Column("reinforcement", JSON, nullable=False),  # the validated method object, defaults filled in
+    Column("batch_size", Integer, nullable=False),
+    Column("total_batches", Integer),
+    Column("filled_batches", Integer, nullable=False, default=0),
+    Column("inference_version", Integer),
+    Column("error", JSON),
+    Column("weights", String),
+)
+
+batches = Table(
+    "batches",
+    metadata,
+    Column("job_id", String, primary_key=True),
+    Column("batch_index", Integer, primary_key=True),
+    Column("sample_count", Integer, nullable=False, default=0),
+    Column("created_at", Float, nullable=False),
+    Column("filled_at", Float),
+)
+
+samples = Table(
+    "samples",
+    metadata,
+    Column("seq", Integer, primary_key=True, autoincrement=True),  # order of acceptance
+    Column("job_id", String, nullable=False),
+    Column("id", String, nullable=False),
+    Column("content_hash", LargeBinary, nullable=False),
+    Column("batch_index", Integer, nullable=False),
+    Column("token_ids", LargeBinary, nullable=False),  # int32
+    Column("logprobs", LargeBinary, nullable=False),  # float32
+    Column("mask", LargeBinary, nullable=False),  # uint8
+    Column("reward", Float, nullable=False),
+    Column("task_id", String),
+    Column("raw_reward", Float),
+    Column("metadata", JSON, nullable=False),
+    Column("debug_info", JSON, nullable=False),
+    # written when the batch is built, so that a replay reads the same numbers
+    Column("matched", Boolean),
+    Column("filtered", Boolean),
+    Column("temperature", Float),
+    Column("raw_logprobs", LargeBinary),  # float32
+    Column("versions", LargeBinary),  # int32
+    Column("fate", String),
+    UniqueConstraint("job_id", "id"),
+    Index("samples_of_batch", "job_id", "batch_index", "seq"),
+)
+
+completions = Table(
+    "completions",
+    metadata,
+    Column("seq", Integer, primary_key=True, autoincrement=True),
+    Column("job_id", String, nullable=False),
+    Column("key", LargeBinary, nullable=False),  # hash of the exact prompt and output ids
+    Column("created_at", Float, nullable=False),
+    Column("logprobs", LargeBinary),  # float32, of the sampling distribution
+    Column("raw_logprobs", LargeBinary),  # float32
+    Column("versions", LargeBinary, nullable=False),  # int32
+    Column("temperature", Float, nullable=False),
+    Column("filtered", Boolean, nullable=False),
+    Column("settings", JSON, nullable=False),
+    Index("completions_by_key", "job_id", "key"),
+)
+
+versions = Table(
+    "versions",
+    metadata,
+    Column("job_id", String, primary_key=True),
+    Column("version", Integer, primary_key=True),
+    Column("created_at", Float, nullable=False),
+    Column("fingerprint", String, nullable=False),
+    Column("update_skipped", Boolean, nullable=False),
+    Column("seconds", Float, nullable=False),
+    Column("metrics", JSON, nullable=False),
+    Column("checkpoint", String),
+)
+
+events = Table(
+    "events",
+    metadata,
+    Column("seq", Integer, primary_key=True, autoincrement=True),
+    Column("job_id", String, nullable=False),
+    Column("created_at", Float, nullable=False),
+    Column("level", String, nullable=False),
+    Column("message", String, nullable=False),
+    Column("type", String, nullable=False),
+    Column("data", JSON),
+    Index("events_of_job", "job_id", "seq"),
+)
+
+client_metrics = Table(
+    "client_metrics",
+    metadata,
+    Column("seq", Integer, primary_key=True, autoincrement=True),
+    Column("job_id", String, nullable=False),
+    Column("batch_index", Integer, nullable=False),
+    Column("created_at", Float, nullable=False),
+    Column("metrics", JSON, nullable=False),
+    Index("client_metrics_of_job", "job_id", "batch_index"),
+)
+
+repeats = Table(
+    "repeats",
+    metadata,
+    Column("project", String, primary_key=True),
+    Column("key", String, primary_key=True),
+    Column("request_hash", LargeBinary, nullable=False),  # over method, path and body
+    Column("status", Integer, nullable=False),
+    Column("answer", JSON, nullable=False),
+    Column("created_at", Float, nullable=False),
+)

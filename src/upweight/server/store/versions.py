@@ -1,0 +1,100 @@
+"""Versions, their checkpoints, and the ledger of what became of each sample.
+
+Invariants:
+* A version is recorded once; recording it again with another fingerprint is an error of the caller (`check_fingerprint`).
+* accepted = trained + zero_advantage + masked + stale + refused + not_yet_trained, at any moment.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from sqlalchemy import Connection, Row, bindparam, func, insert, select, update
+
+from upweight.server.store import schema
+from upweight.server.worker_protocol import TrainResult
+
+FATES = ("trained", "zero_advantage", "masked", "stale", "refused")
+
+
+def get_version(connection: Connection, job_id: str, version: int) -> Row | None:
+    table = schema.versions
+    return connection.execute(select(table).where(table.c.job_id == job_id, table.c.version == version)).first()
+
+
+def newest_version(connection: Connection, job_id: str) -> int | None:
+    """The highest version recorded for the job; None before the start model was loaded once."""
+    table = schema.versions
+    return connection.scalar(select(func.max(table.c.version)).where(table.c.job_id == job_id))
+
+
+def versions_since(connection: Connection, job_id: str, version: int) -> list[Row]:
+    """Versions above `version`, oldest first."""
+    table = schema.versions
+    query = select(table).where(table.c.job_id == job_id, table.c.version > version).order_by(table.c.version)
+    return list(connection.execute(query))
+
+
+def total(connection: Connection, job_id: str, metric: str) -> float:
+    """Sum of a metric over all versions of the job."""
+    table = schema.versions
+    number = func.json_extract(table.c.metrics, f"$.{metric}")
+    return connection.scalar(select(func.sum(number)).where(table.c.job_id == job_id)) or 0.0
+
+
+def record_start(connection: Connection, job_id: str, fingerprint: str) -> None:
+    """Version 0: the start model as loaded."""
+    _insert_version(connection, job_id, 0, fingerprint, update_skipped=False, seconds=0.0, metrics={})
+
+
+def record_version(
+    connection: Connection, job_id: str, result: TrainResult, sample_seqs: list[int], metrics: dict[str, float]
+) -> None:
+    """Store a new version and the fates of its samples (`sample_seqs` in batch order) in one transaction."""
+    _insert_version(
+        connection,
+        job_id,
+        result.version,
+        result.fingerprint,
+        update_skipped=result.update_skipped,
+        seconds=result.seconds,
+        metrics=metrics,
+    )
+    table = schema.samples
+    change = update(table).where(table.c.seq == bindparam("the_seq")).values(fate=bindparam("the_fate"))
+    connection.execute(change, [{"the_seq": s, "the_fate": f} for s, f in zip(sample_seqs, result.fates, strict=True)])
+
+
+def _insert_version(connection: Connection, job_id: str, version: int, fingerprint: str, **values: Any) -> None:
+    row = {"job_id": job_id, "version": version, "created_at": time.time(), "fingerprint": fingerprint, **values}
+    connection.execute(insert(schema.versions).values(**row))
+
+
+def set_checkpoint(connection: Connection, job_id: str, version: int, path: str | None) -> None:
+    table = schema.versions
+    this = (table.c.job_id == job_id, table.c.version == version)
+    connection.execute(update(table).where(*this).values(checkpoint=path))
+
+
+def checkpoints(connection: Connection, job_id: str) -> list[Row]:
+    """Versions that have a checkpoint, newest first."""
+    table = schema.versions
+    query = select(table).where(table.c.job_id == job_id, table.c.checkpoint.is_not(None))
+    return list(connection.execute(query.order_by(table.c.version.desc())))
+
+
+def ledger(connection: Connection, job_id: str) -> dict[str, int]:
+    """Counts per fate, which add up to `accepted`; `unmatched` and `filtered` are counted apart."""
+    table = schema.samples
+    query = select(table.c.fate, func.count()).where(table.c.job_id == job_id).group_by(table.c.fate)
+    by_fate = {row[0]: row[1] for row in connection.execute(query)}
+    counts = {fate: by_fate.pop(fate, 0) for fate in FATES}
+    counts["not_yet_trained"] = by_fate.pop(None, 0)
+    accepted = sum(counts.values())
+    assert not by_fate, f"unknown fates {sorted(by_fate)}"
+    apart = select(
+        func.count().filter(table.c.matched.is_(False)), func.count().filter(table.c.filtered.is_(True))
+    ).where(table.c.job_id == job_id)
+    unmatched, filtered = connection.execute(apart).one()
+    return {"accepted": accepted, **counts, "unmatched": unmatched, "filtered": filtered}

@@ -1,0 +1,34 @@
+"""Which checkpoints of a job exist, which one to start from, which ones go.
+
+Invariants: a checkpoint is recorded only after the worker called it complete; the newest one is never removed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from functools import partial
+from pathlib import Path
+
+from sqlalchemy import Connection
+
+from upweight.server.store import versions
+from upweight.server.store.database import Database
+
+
+def newest_usable(connection: Connection, job_id: str) -> str | None:
+    """Path of the newest recorded checkpoint that is still on the disk; None = start from the start model."""
+    for row in versions.checkpoints(connection, job_id):
+        if Path(row.checkpoint).exists():
+            return str(row.checkpoint)
+    return None
+
+
+async def drop_old(database: Database, job_id: str, keep: int, job_folder: Path) -> None:
+    """Forget and delete all checkpoints but the newest `keep`; nothing outside the job's folder is touched."""
+    rows = await database.read(lambda c: versions.checkpoints(c, job_id))
+    for row in rows[keep:]:
+        version, path = row.version, Path(row.checkpoint)
+        await database.write(partial(versions.set_checkpoint, job_id=job_id, version=version, path=None))
+        if path.resolve().is_relative_to(job_folder.resolve()):
+            await asyncio.to_thread(shutil.rmtree, path, ignore_errors=True)

@@ -1,0 +1,379 @@
+"""One running job: start its worker, bring it back to where it was, train filled batches in order, end.
+
+Invariants:
+* Version k+1 is announced only after batch k was trained, its fingerprint checked and its row stored: it can be made again from the
+  newest checkpoint and the stored batches.
+* After a restart nothing is served before the replayed fingerprints equal the recorded ones; `inference_version` never falls.
+* A worker's death is an event and a restart; `max_restarts` deaths without a new version in between fail the job.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from upweight.server.home import Home
+from upweight.server.refusals import Refusal
+from upweight.server.settings import Settings
+from upweight.server.store import completions, jobs, versions
+from upweight.server.store.database import Database
+from upweight.server.store.jobs import Job
+from upweight.server.supervision import checkpoints
+from upweight.server.supervision.gate import Gate
+from upweight.server.supervision.training_data import BuiltBatch, build_batch, join_batch
+from upweight.server.supervision.worker_process import WorkerDied, WorkerProcess, WorkerRefused, start_worker
+from upweight.server.worker_protocol import (
+    CheckpointResult,
+    TrainResult,
+    WorkerMode,
+    WorkerSpec,
+    WorkerState,
+    encode_batch,
+)
+
+log = logging.getLogger(__name__)
+
+
+class JobFailed(Exception):
+    """The job cannot go on; `code` names the kind of failure for the answer's error object."""
+
+    def __init__(self, code: str, message: str) -> None:
+        self.code = code
+        super().__init__(message)
+
+
+class JobRunner:
+    """Runs job `job_id`. `run()` returns when the job is over; a worker that still serves is left in `gate`."""
+
+    def __init__(self, job_id: str, database: Database, home: Home, settings: Settings) -> None:
+        self.job_id = job_id
+        self.database = database
+        self.home = home
+        self.settings = settings
+        self.gate = Gate()
+        self.batch_filled = asyncio.Event()
+        self.worker: WorkerProcess | None = None
+        self._deaths = 0
+        self._skipped = 0
+
+    async def run(self) -> None:
+        """Live the job to its end. Cancelling this task stops the worker and leaves the job as it is."""
+        try:
+            await self._live()
+        except JobFailed as failure:
+            await self._fail(failure.code, str(failure))
+        except asyncio.CancelledError:
+            await self._stop_worker()
+            raise
+        except Exception as error:
+            log.exception("job %s: supervision failed", self.job_id)
+            await self._fail("internal_error", f"{type(error).__name__}: {error}")
+
+    async def _live(self) -> None:
+        while True:
+            try:
+                worker = await self._start()
+                with _watching(worker, self.settings):
+                    await self._catch_up(worker)
+                    await self._train_to_the_end(worker)
+                return
+            except WorkerDied as death:
+                await self._after_death(death)
+
+    async def _after_death(self, death: WorkerDied) -> None:
+        self.gate.shut()
+        await self._stop_worker()
+        self._deaths += 1
+        if self._deaths > self.settings.max_restarts:
+            raise JobFailed(
+                "worker_died", f"the worker ended {self._deaths} times without a new version; last: {death}"
+            )
+        pause = self.settings.restart_backoff * 2 ** (self._deaths - 1)
+        await self._event(
+            f"{death}; restart {self._deaths} of {self.settings.max_restarts} in {pause:g} s", level="warn"
+        )
+        await self._state("loading", f"restarts its worker in {pause:g} s")
+        await asyncio.sleep(pause)
+
+    # Start and recovery
+
+    async def _start(self) -> WorkerProcess:
+        job = await self._job()
+        checkpoint = await self.database.read(lambda c: checkpoints.newest_usable(c, self.job_id))
+        folder = self.home.job_folder(self.job_id)
+        folder.mkdir(exist_ok=True)
+        await self._state("loading", "starts its worker")
+        spec = worker_spec(job, self.home, WorkerMode.TRAIN, checkpoint)
+        self.worker = await start_worker(
+            self.settings.worker_command, spec, log_file(self.home, self.job_id), self.home.run
+        )
+        await self.worker.wait_until_ready(
+            self.settings.worker_start_timeout, self.settings.worker_silence_timeout, self._report_loading()
+        )
+        return self.worker
+
+    def _report_loading(self) -> Callable[[WorkerState], Awaitable[None]]:
+        told = ""
+
+        async def report(state: WorkerState) -> None:
+            nonlocal told
+            text = f"worker is {state.phase.value}" + (f": {state.detail}" if state.detail else "")
+            if text != told:
+                told = text
+                await self._state("loading", text)
+
+        return report
+
+    async def _catch_up(self, worker: WorkerProcess) -> None:
+        """Compare the loaded weights with the record, replay recorded batches, then announce and open the gate."""
+        state = worker.state
+        if state is None or state.version is None:
+            raise JobFailed("wrong_answer", "the worker was ready without a version")
+        newest = await self.database.read(lambda c: versions.newest_version(c, self.job_id))
+        if newest is None:
+            await self._first_start(state)
+            newest = 0
+        await self._compare(state.version, state.fingerprint or "")
+        for index in range(state.version, newest):
+            await self._state("loading", f"replays batch {index} (to version {newest})")
+            built = await self._build(index)
+            result = await self._order_training(worker, index, built)
+            await self._compare(result.version, result.fingerprint)
+        if newest > 0:
+            await self._event(f"worker is at version {newest} again, with the recorded fingerprint")
+        await self._announce(newest)
+        self.gate.open(worker)
+
+    async def _first_start(self, state: WorkerState) -> None:
+        if state.version != 0:
+            raise JobFailed(
+                "wrong_version", f"a worker without checkpoint reports version {state.version} instead of 0"
+            )
+        fingerprint = state.fingerprint or ""
+        await self.database.write(lambda c: versions.record_start(c, self.job_id, fingerprint))
+        await self.database.write(lambda c: jobs.set_fields(c, self.job_id, started_at=time.time()))
+
+    async def _compare(self, version: int, fingerprint: str) -> None:
+        recorded = await self.database.read(lambda c: versions.get_version(c, self.job_id, version))
+        if recorded is None or recorded.fingerprint != fingerprint:
+            known = recorded.fingerprint if recorded else "not recorded"
+            raise JobFailed(
+                "fingerprint_mismatch",
+                f"version {version} came back with fingerprint {fingerprint}, recorded: {known}; nothing was served from it",
+            )
+
+    # Training
+
+    async def _train_to_the_end(self, worker: WorkerProcess) -> None:
+        while True:
+            job = await self._job()
+            index = await self._version()
+            ending = await self._why_it_ends(job, index)
+            if ending is not None:
+                return await self._finish(worker, index, ending)
+            if job.filled_batches <= index:
+                await self._wait_for_batch(worker, job)
+                continue
+            await self._train(worker, index)
+
+    async def _wait_for_batch(self, worker: WorkerProcess, job: Job) -> None:
+        self.batch_filled.clear()
+        if (await self._job()).filled_batches > job.filled_batches:
+            return
+        await self._state("waiting_for_samples")
+        woken = asyncio.ensure_future(self.batch_filled.wait())
+        try:
+            await asyncio.wait(
+                {woken, worker.exit}, return_when=asyncio.FIRST_COMPLETED, timeout=await self._seconds_left()
+            )
+        finally:
+            woken.cancel()
+        if not worker.alive:
+            raise WorkerDied(worker.describe_death())
+
+    async def _train(self, worker: WorkerProcess, index: int) -> None:
+        await self._state("training", f"trains batch {index}")
+        built = await self._build(index)
+        result = await self._order_training(worker, index, built)
+        metrics = {**built.metrics, **result.metrics}
+        await self.database.write(lambda c: versions.record_version(c, self.job_id, result, built.sample_seqs, metrics))
+        self._deaths = 0
+        await self._tell_odd_samples(built)
+        await self._maybe_checkpoint(worker, result.version)
+        await self._announce(result.version, {"version": result.version, "fingerprint": result.fingerprint, **metrics})
+        await self._judge_skip(result)
+        await self._state("running")
+
+    async def _tell_odd_samples(self, built: BuiltBatch) -> None:
+        """One event per job for each kind of sample that is trained on less than the server could know."""
+        texts = {
+            "filtered": "samples drawn with top-k, top-p, min-p, penalties or greedily are trained against raw log-probabilities",
+            "unmatched": "samples that match no completion of this server are trained with the log-probabilities they bring",
+        }
+        for kind, text in texts.items():
+            if built.metrics[kind] > 0:
+                await self.database.write(partial(jobs.add_event_once, job_id=self.job_id, message=text, level="warn"))
+
+    async def _build(self, index: int) -> BuiltBatch:
+        await self.database.write(lambda c: join_batch(c, self.job_id, index))
+        return await self.database.read(lambda c: build_batch(c, self.job_id, index))
+
+    async def _order_training(self, worker: WorkerProcess, index: int, built: BuiltBatch) -> TrainResult:
+        body = await asyncio.to_thread(encode_batch, built.batch)
+        try:
+            result: TrainResult = await worker.order(f"/train?batch_index={index}", TrainResult, content=body)
+        except WorkerRefused as refused:
+            await worker.kill(str(refused))
+            raise WorkerDied(worker.describe_death()) from refused
+        if not result.fingerprint_ok:
+            raise JobFailed("weights_mismatch", f"version {result.version}: the engine's weights are not the trainer's")
+        if result.version != index + 1 or len(result.fates) != built.batch.num_samples:
+            raise JobFailed(
+                "wrong_answer", f"batch {index} was answered with version {result.version}, {len(result.fates)} fates"
+            )
+        if unknown := sorted(set(result.fates) - set(versions.FATES)):
+            raise JobFailed(
+                "wrong_answer", f"batch {index}: unknown fates {unknown}; known: {', '.join(versions.FATES)}"
+            )
+        return result
+
+    async def _judge_skip(self, result: TrainResult) -> None:
+        self._skipped = self._skipped + 1 if result.update_skipped else 0
+        if not result.update_skipped:
+            return
+        await self._event(f"version {result.version}: update skipped, loss or gradient was not finite", level="warn")
+        if self._skipped >= self.settings.max_skipped_updates:
+            raise JobFailed(
+                "updates_skipped", f"{self._skipped} updates in a row were skipped: loss or gradient not finite"
+            )
+
+    async def _maybe_checkpoint(self, worker: WorkerProcess, version: int) -> None:
+        job = await self._job()
+        if version % job.reinforcement["checkpoint_every"] == 0:
+            try:
+                await self._checkpoint(worker, job)
+            except WorkerRefused as refused:
+                # The version can still be made again from the older checkpoint and the stored batches.
+                await self._event(f"checkpoint of version {version} failed: {refused}", level="warn")
+
+    async def _checkpoint(self, worker: WorkerProcess, job: Job) -> None:
+        result: CheckpointResult = await worker.order("/checkpoint", CheckpointResult)
+        await self.database.write(lambda c: versions.set_checkpoint(c, self.job_id, result.version, result.path))
+        await self._event(f"checkpoint of version {result.version}: {result.path}")
+        keep = job.reinforcement["keep_checkpoints"]
+        folder = self.home.job_folder(self.job_id)
+        await checkpoints.drop_old(self.database, self.job_id, keep, folder)
+
+    # Ends
+
+    async def _why_it_ends(self, job: Job, version: int) -> str | None:
+        if job.total_batches is not None and version >= job.total_batches:
+            return f"all {job.total_batches} batches are trained"
+        budget = job.reinforcement.get("budget") or {}
+        if not any(budget.values()):
+            return None
+        spent = {
+            "max_seconds": time.time() - (job.started_at or time.time()),
+            "max_samples": await self.database.read(lambda c: versions.total(c, self.job_id, "samples")),
+            "max_tokens": await self.database.read(lambda c: versions.total(c, self.job_id, "trained_tokens")),
+        }
+        for name, limit in budget.items():
+            if limit is not None and spent[name] >= limit:
+                return f"budget {name} = {limit:g} is used up ({spent[name]:g})"
+        return None
+
+    async def _seconds_left(self) -> float | None:
+        job = await self._job()
+        limit = (job.reinforcement.get("budget") or {}).get("max_seconds")
+        if limit is None:
+            return None
+        return max(0.0, (job.started_at or time.time()) + limit - time.time()) + 0.01
+
+    async def _finish(self, worker: WorkerProcess, version: int, ending: str) -> None:
+        job = await self._job()
+        await self._state("running", "saves the trained model")
+        weights = self.home.job_folder(self.job_id) / "weights"
+        try:
+            await self._checkpoint(worker, job)
+            await worker.order("/export", _Exported, json={"path": str(weights)})
+        except WorkerRefused as refused:
+            raise JobFailed("not_saved", f"version {version} could not be saved: {refused}") from refused
+        await self._event(f"{ending}; weights of version {version}: {weights}")
+        await self.database.write(lambda c: jobs.set_fields(c, self.job_id, weights=str(weights)))
+        await self.database.write(lambda c: jobs.set_state(c, self.job_id, "succeeded", ending))
+        await self.database.write(lambda c: completions.forget(c, self.job_id))
+
+    async def _fail(self, code: str, message: str) -> None:
+        self.gate.close(Refusal(409, f"job {self.job_id} failed: {message}"))
+        await self.database.write(
+            lambda c: jobs.set_fields(c, self.job_id, error={"code": code, "message": message, "param": None})
+        )
+        await self.database.write(lambda c: jobs.set_state(c, self.job_id, "failed", message))
+        await self._event(f"job failed: {message}", level="error", data={"code": code})
+        await self._stop_worker()
+
+    async def _stop_worker(self) -> None:
+        self.gate.shut()
+        if self.worker is not None:
+            worker, self.worker = self.worker, None
+            await worker.stop(self.settings.worker_stop_timeout)
+
+    # Small things
+
+    async def _job(self) -> Job:
+        return await self.database.read(lambda c: jobs.get_job(c, self.job_id))
+
+    async def _version(self) -> int:
+        version = await self.database.read(lambda c: versions.newest_version(c, self.job_id))
+        return version or 0
+
+    async def _announce(self, version: int, data: dict[str, Any] | None = None) -> None:
+        await self.database.write(lambda c: jobs.announce_version(c, self.job_id, version))
+        if data is not None:
+            await self._event(f"version {version} is served", type="metrics", data=data)
+
+    async def _state(self, job_status: str, reason: str = "") -> None:
+        await self.database.write(lambda c: jobs.set_state(c, self.job_id, job_status, reason))
+
+    async def _event(self, message: str, **more: Any) -> None:
+        log.info("job %s: %s", self.job_id, message)
+        await self.database.write(lambda c: jobs.add_event(c, self.job_id, message, **more))
+
+
+class _Exported(BaseModel):
+    path: str
+
+
+@contextlib.contextmanager
+def _watching(worker: WorkerProcess, settings: Settings) -> Any:
+    task = asyncio.ensure_future(worker.watch(settings.worker_poll_interval, settings.worker_silence_timeout))
+    try:
+        yield
+    finally:
+        task.cancel()
+
+
+def worker_spec(job: Job, home: Home, mode: WorkerMode, checkpoint: str | None) -> WorkerSpec:
+    return WorkerSpec(
+        job_id=job.id,
+        mode=mode,
+        model=job.model_path,
+        model_names=list(dict.fromkeys([job.model, job.id])),
+        reinforcement=job.reinforcement,
+        socket="",  # chosen by start_worker
+        folder=str(home.job_folder(job.id)),
+        checkpoint=checkpoint,
+        cache_folder=str(home.cache / "compiled"),
+    )
+
+
+def log_file(home: Home, job_id: str) -> Path:
+    return home.logs / f"{job_id}.log"

@@ -1,0 +1,207 @@
+"""All jobs of this server: which run, which wait for a place, which only serve.
+
+Invariants:
+* At most `max_running` worker processes exist. A job that trains keeps its place; a worker that only serves gives it up as soon as a
+  queued job needs it, and is started again when it is asked.
+* On start every job that is not over is queued again, oldest first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from functools import partial
+
+from upweight.server.home import Home
+from upweight.server.refusals import Refusal
+from upweight.server.settings import Settings
+from upweight.server.store import completions, jobs, versions
+from upweight.server.store.database import Database
+from upweight.server.store.jobs import Job
+from upweight.server.supervision import checkpoints
+from upweight.server.supervision.gate import Gate
+from upweight.server.supervision.runner import JobRunner, log_file, worker_spec
+from upweight.server.supervision.worker_process import WorkerDied, WorkerProcess, start_worker
+from upweight.server.worker_protocol import WorkerMode, WorkerState
+
+log = logging.getLogger(__name__)
+
+
+class Supervisor:
+    """Lives in the event loop of the API process."""
+
+    def __init__(self, database: Database, home: Home, settings: Settings) -> None:
+        self.database = database
+        self.home = home
+        self.settings = settings
+        self._queue: list[str] = []
+        self._gates: dict[str, Gate] = {}
+        self._runners: dict[str, JobRunner] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._idle: dict[str, WorkerProcess] = {}  # jobs that are over and still served
+        self._chores: set[asyncio.Task[None]] = set()
+        self._places = asyncio.Lock()
+        self._stopping = False
+
+    async def start(self) -> None:
+        """Queue what was not over when the server stopped."""
+        for job in await self.database.read(jobs.unfinished_jobs):
+            if job.job_status != "queued":
+                resumed = partial(jobs.add_event, job_id=job.id, message="server started again: the job is resumed")
+                await self.database.write(resumed)
+            self._queue.append(job.id)
+        self._fill_places_soon()
+
+    async def stop(self) -> None:
+        """Stop all workers; the jobs stay as they are and are resumed by the next start."""
+        self._stopping = True
+        self._queue.clear()
+        tasks = [*self._tasks.values(), *self._chores]
+        for task in tasks:
+            task.cancel()
+        idle = [worker.stop(self.settings.worker_stop_timeout) for worker in self._idle.values()]
+        await asyncio.gather(*tasks, *idle, return_exceptions=True)
+
+    def submit(self, job_id: str) -> None:
+        self._queue.append(job_id)
+        self._fill_places_soon()
+
+    def batch_filled(self, job_id: str) -> None:
+        if (runner := self._runners.get(job_id)) is not None:
+            runner.batch_filled.set()
+
+    async def cancel(self, job_id: str) -> None:
+        """Bring a job to its end as cancelled; does nothing if it is over."""
+        changed = await self.database.write(lambda c: jobs.set_state(c, job_id, "cancelled", "cancelled by request"))
+        if not changed:
+            return
+        await self.database.write(lambda c: jobs.add_event(c, job_id, "job cancelled by request"))
+        self.gate(job_id).close(Refusal(409, f"job {job_id} is cancelled"))
+        if job_id in self._queue:
+            self._queue.remove(job_id)
+        if (task := self._tasks.get(job_id)) is not None:
+            task.cancel()
+            await asyncio.wait({task})
+        await self.database.write(lambda c: completions.forget(c, job_id))
+        self._fill_places_soon()
+
+    def gate(self, job_id: str) -> Gate:
+        return self._gates.setdefault(job_id, Gate())
+
+    def worker_of(self, job_id: str) -> WorkerProcess | None:
+        """The job's worker process, ready or not."""
+        runner = self._runners.get(job_id)
+        return runner.worker if runner is not None else self._idle.get(job_id)
+
+    async def serving(self, job: Job) -> WorkerProcess:
+        """A worker that may answer the job's inference requests now. Waits for it; raises Refusal 409 or 503."""
+        if job.job_status in ("failed", "cancelled"):
+            raise Refusal(409, f"job {job.id} is {job.job_status}: {job.reason}")
+        if job.job_status == "succeeded" and job.id not in self._runners:
+            await self._serve_again(job)
+        worker = await self.gate(job.id).wait(self.settings.inference_wait, f"job is {job.job_status}: {job.reason}")
+        worker.last_used = time.monotonic()
+        return worker
+
+    # Places
+
+    def _fill_places_soon(self) -> None:
+        # In a task of its own: the lock may be held while a serving worker loads.
+        task = asyncio.create_task(self._fill_places())
+        self._chores.add(task)
+        task.add_done_callback(self._chores.discard)
+
+    async def _fill_places(self) -> None:
+        async with self._places:
+            while self._queue and not self._stopping:
+                if not await self._make_place():
+                    await self._tell_the_waiting()
+                    return
+                self._begin(self._queue.pop(0))
+
+    async def _make_place(self) -> bool:
+        """Whether a worker may be started; stops the serving worker that was used longest ago if it must."""
+        for job_id in [job_id for job_id, worker in self._idle.items() if not worker.alive]:
+            await self._retire(job_id)
+        if len(self._runners) + len(self._idle) < self.settings.max_running:
+            return True
+        if not self._idle:
+            return False
+        await self._retire(min(self._idle, key=lambda job_id: self._idle[job_id].last_used))
+        return True
+
+    async def _retire(self, job_id: str) -> None:
+        self.gate(job_id).shut()
+        await self._idle.pop(job_id).stop(self.settings.worker_stop_timeout)
+
+    async def _tell_the_waiting(self) -> None:
+        running = ", ".join(self._runners)
+        for job_id in self._queue:
+            reason = f"waits for a place; running: {running}"
+            waits = partial(jobs.set_state, job_id=job_id, job_status="queued", reason=reason)
+            await self.database.write(waits)
+
+    def _begin(self, job_id: str) -> None:
+        runner = JobRunner(job_id, self.database, self.home, self.settings)
+        runner.gate = self.gate(job_id)
+        self._runners[job_id] = runner
+        task = asyncio.create_task(self._accompany(runner), name=f"job {job_id}")
+        task.add_done_callback(_log_failure)
+        self._tasks[job_id] = task
+
+    async def _accompany(self, runner: JobRunner) -> None:
+        try:
+            await runner.run()
+        finally:
+            self._runners.pop(runner.job_id, None)
+            self._tasks.pop(runner.job_id, None)
+            if runner.worker is not None and not self._stopping:
+                self._idle[runner.job_id] = runner.worker
+        self._fill_places_soon()
+
+    async def _serve_again(self, job: Job) -> None:
+        """Start a worker that only serves, unless one does."""
+        async with self._places:
+            present = self._idle.get(job.id)
+            if present is not None and present.alive:
+                return
+            if not await self._make_place():
+                running = ", ".join(self._runners)
+                raise Refusal(503, f"the model of job {job.id} is not loaded and all places are taken by {running}")
+            checkpoint = await self.database.read(lambda c: checkpoints.newest_usable(c, job.id))
+            if checkpoint is None:  # the start model must not pass for the trained one
+                raise Refusal(
+                    409, f"the checkpoints of job {job.id} are no longer on the disk; its model cannot be served"
+                )
+            spec = worker_spec(job, self.home, WorkerMode.SERVE, checkpoint)
+            worker = await start_worker(self.settings.worker_command, spec, log_file(self.home, job.id), self.home.run)
+            self._idle[job.id] = worker
+            try:
+                await self._check(job, worker)
+            except (WorkerDied, Refusal):
+                await self._retire(job.id)
+                raise
+            self.gate(job.id).open(worker)
+
+    async def _check(self, job: Job, worker: WorkerProcess) -> None:
+        async def ignore(_state: WorkerState) -> None:
+            return None
+
+        try:
+            state = await worker.wait_until_ready(
+                self.settings.worker_start_timeout, self.settings.worker_silence_timeout, ignore
+            )
+        except WorkerDied as death:
+            raise Refusal(503, f"the model of job {job.id} could not be loaded: {death}") from death
+        version = state.version or 0
+        recorded = await self.database.read(lambda c: versions.get_version(c, job.id, version))
+        if recorded is None or recorded.fingerprint != state.fingerprint:
+            raise Refusal(
+                503, f"the model of job {job.id} loaded as version {version} with a fingerprint that is not recorded"
+            )
+
+
+def _log_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("%s: its supervision ended: %r", task.get_name(), error)

@@ -1,0 +1,207 @@
+"""A worker that speaks the worker protocol without model, engine or JAX.
+
+`fake_worker.py BEHAVIOUR.json SPEC.json`. Its "weights" are a hash over all batches so far, so equal batches in equal order give equal
+fingerprints. BEHAVIOUR: die_in_training [batch indices, each once], corrupt_after_restart (bool), skip_updates (bool),
+train_seconds, generate_seconds, fates, die_at_start (bool), ignore_sigterm (bool).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import socketserver
+import sys
+import threading
+import time
+from dataclasses import fields
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
+
+from upweight.server.worker_protocol import TrainBatch, decode_batch
+
+BEHAVIOUR = json.loads(Path(sys.argv[1]).read_text())
+SPEC = json.loads(Path(sys.argv[2]).read_text())
+FOLDER = Path(SPEC["folder"])
+
+
+class Weights:
+    def __init__(self) -> None:
+        self.version = 0
+        self.fingerprint = hashlib.sha256(SPEC["model"].encode()).hexdigest()
+        if SPEC["checkpoint"]:
+            saved = json.loads((Path(SPEC["checkpoint"]) / "state.json").read_text())
+            self.version, self.fingerprint = saved["version"], saved["fingerprint"]
+
+    def train(self, batch: TrainBatch) -> None:
+        if not BEHAVIOUR.get("skip_updates"):
+            digest = hashlib.sha256(self.fingerprint.encode())
+            for field in fields(TrainBatch):
+                digest.update(getattr(batch, field.name).tobytes())
+            if BEHAVIOUR.get("corrupt_after_restart") and self.restarted():
+                digest.update(b"other")
+            self.fingerprint = digest.hexdigest()
+        self.version += 1
+
+    def restarted(self) -> bool:
+        return (FOLDER / "starts").read_text().count("\n") > 1
+
+    def save(self) -> Path:
+        path = FOLDER / "checkpoints" / f"{self.version:08d}"
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "state.json").write_text(json.dumps({"version": self.version, "fingerprint": self.fingerprint}))
+        return path
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_: object) -> None: ...
+
+    def address_string(self) -> str:
+        return "unix"
+
+    def answer(self, content: dict, status: int = 200) -> None:
+        body = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def body(self) -> bytes:
+        return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+
+    def do_GET(self) -> None:
+        if self.path == "/state":
+            stats = {"tokens": 7.0}
+            self.answer(
+                {"phase": "ready", "version": WEIGHTS.version, "fingerprint": WEIGHTS.fingerprint, "stats": stats}
+            )
+        else:
+            data = [{"id": name, "object": "model", "created": 1, "owned_by": "x"} for name in SPEC["model_names"]]
+            self.answer({"object": "list", "data": data})
+
+    def do_POST(self) -> None:
+        url = urlsplit(self.path)
+        body = self.body()
+        if url.path == "/train":
+            self.train(int(parse_qs(url.query)["batch_index"][0]), body)
+        elif url.path == "/checkpoint":
+            self.answer({"path": str(WEIGHTS.save()), "version": WEIGHTS.version})
+        elif url.path == "/export":
+            path = Path(json.loads(body)["path"])
+            path.mkdir(parents=True, exist_ok=True)
+            (path / "config.json").write_text("{}")
+            self.answer({"path": str(path)})
+        elif url.path == "/render":
+            self.answer({"token_ids": [1, 2, 3], "text": "abc"})
+        else:
+            self.complete(json.loads(body))
+
+    def train(self, index: int, body: bytes) -> None:
+        if index != WEIGHTS.version:
+            return self.answer({"detail": f"version is {WEIGHTS.version}"}, 409)
+        batch = decode_batch(body)
+        time.sleep(BEHAVIOUR.get("train_seconds", 0))
+        marker = FOLDER / f"died-{index}"
+        if index in BEHAVIOUR.get("die_in_training", []) and not marker.exists():
+            marker.touch()
+            print(f"fake worker: out of memory in batch {index}", file=sys.stderr, flush=True)
+            os._exit(7)
+        WEIGHTS.train(batch)
+        fates = BEHAVIOUR.get("fates") or ["trained"] * batch.num_samples
+        return self.answer(
+            {
+                "version": WEIGHTS.version,
+                "fingerprint": WEIGHTS.fingerprint,
+                "fingerprint_ok": True,
+                "update_skipped": bool(BEHAVIOUR.get("skip_updates")),
+                "metrics": {
+                    "loss": 0.5,
+                    "mismatch_max": 0.0,
+                    "matched": float(batch.matched.sum()),
+                    "temperature": float(batch.temperature[0]),
+                },
+                "fates": fates,
+                "seconds": 0.01,
+            }
+        )
+
+    def complete(self, asked: dict) -> None:
+        time.sleep(BEHAVIOUR.get("generate_seconds", 0))
+        if asked.get("model") == "unknown":
+            return self.answer({"error": {"message": "no such model", "type": "t", "param": None, "code": None}}, 404)
+        prompt, output = [11, 12, 13], [21, 22, 2]
+        logprobs = [-0.1, -0.2, -0.3]
+        content = [
+            {"token": f"token_id:{t}", "logprob": p, "bytes": None, "top_logprobs": []}
+            for t, p in zip(output, logprobs, strict=True)
+        ]
+        if asked.get("stream"):
+            return self.stream(prompt, output, content)
+        return self.answer(
+            {
+                "id": "chatcmpl-1",
+                "object": "chat.completion",
+                "created": 1,
+                "model": asked.get("model"),
+                "prompt_token_ids": prompt,
+                "inference_version": WEIGHTS.version,
+                "choices": [
+                    {
+                        "index": 0,
+                        "finish_reason": "stop",
+                        "message": {"role": "assistant", "content": "42"},
+                        "token_ids": output,
+                        "raw_logprobs": [-0.4, -0.5, -0.6],
+                        "logprobs": {"content": content, "refusal": None},
+                    }
+                ],
+                "usage": {"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6},
+            }
+        )
+
+    def stream(self, prompt: list[int], output: list[int], content: list[dict]) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        for position, token in enumerate(output):
+            choice = {"index": 0, "delta": {"content": "4"}, "token_ids": [token]}
+            choice["logprobs"] = {"content": [content[position]]}
+            event = {"object": "chat.completion.chunk", "choices": [choice], "inference_version": WEIGHTS.version}
+            self.chunk(b"data: " + json.dumps(event | ({"prompt_token_ids": prompt} if position == 0 else {})).encode())
+        self.chunk(b"data: [DONE]")
+        self.wfile.write(b"0\r\n\r\n")
+
+    def chunk(self, data: bytes) -> None:
+        data += b"\n\n"
+        self.wfile.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
+        self.wfile.flush()
+
+
+class Server(socketserver.ThreadingUnixStreamServer):
+    daemon_threads = True
+    request_queue_size = 128
+
+
+def die_with_parent() -> None:
+    while os.read(0, 4096):
+        continue
+    os._exit(0)
+
+
+if BEHAVIOUR.get("die_at_start"):
+    print("fake worker: cannot load", file=sys.stderr, flush=True)
+    sys.exit(3)
+with (FOLDER / "starts").open("a") as starts:
+    starts.write(f"{os.getpid()}\n")
+if BEHAVIOUR.get("ignore_sigterm"):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+else:
+    threading.Thread(target=die_with_parent, daemon=True).start()
+WEIGHTS = Weights()
+Server(SPEC["socket"], Handler).serve_forever(poll_interval=0.1)

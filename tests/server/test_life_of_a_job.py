@@ -1,0 +1,71 @@
+"""A job from its creation to its end, over HTTP, with the fake worker."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from server_harness import Start, sample
+
+
+def test_a_job_is_trained_batch_by_batch_and_succeeds(start: Start) -> None:
+    server = start()
+    job = server.create_job()
+    server.wait(job, lambda p: p["inference_version"] == 0)
+    server.fill(job, 0)
+    server.wait(job, lambda p: p["inference_version"] == 1)
+    assert server.status(job)["filled_batches"] == 1
+    server.fill(job, 1)
+    end = server.wait_status(job, "succeeded")
+    assert end["inference_version"] == 2
+    assert [v["version"] for v in end["versions"]] == [0, 1, 2]
+    assert end["versions"][2]["metrics"]["loss"] == 0.5
+    assert end["versions"][2]["metrics"]["reward_mean"] == 0.5
+    assert Path(end["weights"], "config.json").exists()
+    answer = server.http.get(f"/v1/fine_tuning/jobs/{job}").json()
+    assert (answer["status"], answer["trained_steps"], answer["total_steps"]) == ("succeeded", 2, 2)
+    ledger = end["ledger"]
+    assert (ledger["accepted"], ledger["trained"], ledger["unmatched"]) == (4, 4, 4)
+
+
+def test_a_served_completion_is_joined_to_the_uploaded_sample(start: Start) -> None:
+    server = start()
+    job = server.create_job(num_batches=1)
+    asked = {"model": "m", "messages": [], "return_token_ids": True, "logprobs": True, "temperature": 0.7, "top_k": 5}
+    answer = server.http.post(server.rl(job, "inference/openai/v1/chat/completions"), json=asked)
+    assert answer.status_code == 200
+    server.http.post(server.rl(job, "batches"), json={"index": 0})
+    server.upload(job, 0, [sample("a"), sample("b", token_ids=[1, 1, 1, 1, 1, 1])])
+    end = server.wait_status(job, "succeeded")
+    metrics = end["versions"][1]["metrics"]
+    assert (metrics["matched"], metrics["unmatched"], metrics["filtered"]) == (1.0, 1.0, 1.0)
+    assert round(metrics["temperature"], 6) == 0.7
+    assert (end["ledger"]["unmatched"], end["ledger"]["filtered"]) == (1, 1)
+
+
+def test_a_finished_job_is_still_served_and_gives_way_to_the_next(start: Start) -> None:
+    server = start()
+    first = server.create_job(num_batches=1)
+    server.fill(first, 0)
+    server.wait_status(first, "succeeded")
+    models = server.rl(first, "inference/openai/v1/models")
+    assert server.http.get(models).status_code == 200
+    second = server.create_job(num_batches=1)
+    server.wait(second, lambda p: p["inference_version"] == 0)
+    refused = server.http.get(models)
+    assert refused.status_code == 503
+    assert "places" in refused.json()["error"]["message"]
+    server.fill(second, 0)
+    server.wait_status(second, "succeeded")
+    assert server.http.get(models).json()["data"][1]["id"] == first
+
+
+def test_jobs_queue_for_the_place_and_cancelling_frees_it(start: Start) -> None:
+    server = start()
+    first, second = server.create_job(), server.create_job()
+    server.wait_status(first, "waiting_for_samples")
+    waiting = server.wait(second, lambda p: first in p["reason"])
+    assert waiting["job_status"] == "queued"
+    assert server.http.post(f"/v1/fine_tuning/jobs/{first}/cancel").json()["status"] == "cancelled"
+    server.wait_status(second, "waiting_for_samples")
+    assert server.upload(first, 0, [sample("x")]).status_code == 404
+    assert server.http.get(server.rl(first, "inference/openai/v1/models")).status_code == 409

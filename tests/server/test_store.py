@@ -1,0 +1,211 @@
+"""The store's promises, under random uploads and with its own process killed."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from upweight.errors import StoreError
+from upweight.server.refusals import Refusal
+from upweight.server.store import batches, jobs, repeats, versions
+from upweight.server.store.database import Database
+from upweight.server.store.rows import NewSample, pack_sample
+from upweight.server.worker_protocol import TrainResult
+
+B = 3
+
+
+def packed(id: str, reward: float = 1.0) -> NewSample:
+    return pack_sample(
+        id=id, token_ids=[1, 2], logprobs=[0.0, -0.5], mask=[0, 1], reward=reward, metadata={}, debug_info={}
+    )
+
+
+def new_job(database: Database, total: int | None = 4) -> str:
+    settings = {"batch_size": B, "num_batches": total}
+    return (
+        database.submit(
+            lambda c: jobs.create_job(c, project="p", model="m", model_path="/m", request={}, reinforcement=settings)
+        )
+        .result()
+        .id
+    )
+
+
+def open_batch(database: Database, job: str, index: int) -> dict:
+    return database.submit(lambda c: batches.create_batch(c, jobs.get_job(c, job), index)).result()
+
+
+def upload(database: Database, job: str, index: int, samples: list[NewSample]) -> dict:
+    return database.submit(lambda c: batches.add_samples(c, job, "p", index, samples)).result()
+
+
+@pytest.fixture(scope="module")
+def database(tmp_path_factory: pytest.TempPathFactory):
+    store = Database(tmp_path_factory.mktemp("store") / "store.sqlite3")
+    yield store
+    store.close()
+
+
+uploads = st.lists(st.lists(st.tuples(st.integers(0, 14), st.booleans()), min_size=1, max_size=5), max_size=12)
+
+
+@given(uploads)
+@settings(max_examples=40, deadline=None)
+def test_any_uploads_store_each_id_once_and_never_overfill(
+    database: Database, plan: list[list[tuple[int, bool]]]
+) -> None:
+    """Against a model: what is accepted, what is refused, and where everything is afterwards."""
+    job = new_job(database)
+    stored: dict[str, float] = {}
+    counts = [0, 0, 0, 0, 0]
+    for wanted in plan:
+        index = min(sum(counts) // B, 3)
+        open_batch(database, job, index)
+        samples = [packed(f"s{number}", 2.0 if changed else 1.0) for number, changed in wanted]
+        known = dict(stored)
+        conflict = False
+        for one in samples:
+            conflict = conflict or known.setdefault(one.id, one.reward) != one.reward
+        added = len(known) - len(stored)
+        if conflict or counts[index] + added > B:
+            with pytest.raises(Refusal) as refused:
+                upload(database, job, index, samples)
+            assert refused.value.status == (422 if conflict else 409)
+        else:
+            answer = upload(database, job, index, samples)
+            stored, counts[index] = known, counts[index] + added
+            assert answer["sample_count"] == counts[index]
+            assert answer["status"] == ("filled" if counts[index] == B else "filling")
+        job_now = database.read_now(lambda c: jobs.get_job(c, job))
+        assert job_now.filled_batches == sum(count == B for count in counts)
+        assert database.read_now(lambda c: jobs.count_samples(c, job)) == len(stored)
+        ledger = database.read_now(lambda c: versions.ledger(c, job))
+        assert ledger["accepted"] == len(stored) == ledger["not_yet_trained"]
+
+
+def test_an_overfull_upload_is_refused_whole_and_tells_the_numbers(database: Database) -> None:
+    job = new_job(database)
+    open_batch(database, job, 0)
+    upload(database, job, 0, [packed("a"), packed("b")])
+    with pytest.raises(Refusal) as refused:
+        upload(database, job, 0, [packed("c"), packed("d")])
+    assert (refused.value.status, refused.value.extra) == (409, {"sample_count": 2, "batch_size": 3})
+    assert upload(database, job, 0, [packed("b"), packed("c")])["sample_count"] == 3
+
+
+def test_batches_are_opened_in_order(database: Database) -> None:
+    job = new_job(database)
+    with pytest.raises(Refusal, match="in order"):
+        open_batch(database, job, 1)
+    assert open_batch(database, job, 0) == open_batch(database, job, 0)
+    with pytest.raises(Refusal, match="has 4 batches"):
+        open_batch(database, job, 4)
+
+
+def test_two_uploaders_share_a_batch_without_overfilling(database: Database) -> None:
+    job = new_job(database, total=1)
+    open_batch(database, job, 0)
+
+    def one(number: int) -> int:
+        try:
+            upload(database, job, 0, [packed(f"s{number}")])
+        except Refusal as refused:
+            return refused.status
+        return 200
+
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(one, range(20)))
+    assert (answers.count(200), answers.count(409)) == (B, 20 - B)
+    assert database.read_now(lambda c: jobs.get_job(c, job)).filled_batches == 1
+
+
+fates = st.lists(st.sampled_from(versions.FATES), min_size=B, max_size=B)
+
+
+@given(fates)
+@settings(max_examples=15, deadline=None)
+def test_the_ledger_adds_up_for_any_fates(database: Database, given_fates: list[str]) -> None:
+    job = new_job(database)
+    for index in (0, 1):
+        open_batch(database, job, index)
+        upload(database, job, index, [packed(f"s{index}{i}") for i in range(B)])
+    result = TrainResult(version=1, fingerprint="f", fingerprint_ok=True, fates=given_fates, seconds=1.0)
+    seqs = database.read_now(lambda c: [row.seq for row in _rows(c, job)])[:B]
+    database.submit(lambda c: versions.record_version(c, job, result, seqs, {})).result()
+    counts = database.read_now(lambda c: versions.ledger(c, job))
+    assert counts["accepted"] == 2 * B == sum(counts[f] for f in versions.FATES) + counts["not_yet_trained"]
+    for fate in versions.FATES:
+        assert counts[fate] == given_fates.count(fate)
+
+
+def _rows(connection, job: str) -> list:
+    from upweight.server.supervision.training_data import _sample_rows
+
+    return [row for index in (0, 1) for row in _sample_rows(connection, job, index)]
+
+
+def test_a_failing_operation_disturbs_no_neighbour(database: Database) -> None:
+    def bad(connection) -> None:
+        jobs.set_fields(connection, job, reason="half done")
+        raise ValueError("no")
+
+    job = new_job(database)
+    futures = [database.submit(bad), database.submit(lambda c: jobs.add_event(c, job, "kept"))]
+    with pytest.raises(ValueError, match="no"):
+        futures[0].result()
+    futures[1].result()
+    assert database.read_now(lambda c: jobs.get_job(c, job)).reason == "waits for a place"
+    assert database.read_now(lambda c: jobs.list_events(c, job, limit=1, after=None))[0][0]["message"] == "kept"
+
+
+def test_a_repeated_key_has_one_effect_and_one_answer(database: Database) -> None:
+    seen: list[int] = []
+
+    def effect(_connection) -> dict:
+        seen.append(1)
+        return {"number": len(seen)}
+
+    def order(digest: bytes = b"x") -> tuple[dict, bool]:
+        return database.submit(lambda c: repeats.once(c, "p", "key", digest, effect)).result()
+
+    assert order() == ({"number": 1}, True)
+    assert order() == ({"number": 1}, False)
+    with pytest.raises(Refusal, match="another request"):
+        order(b"y")
+
+
+def test_versions_announced_never_fall(database: Database) -> None:
+    job = new_job(database)
+    for version in (0, 2, 1):
+        database.submit(lambda c, version=version: jobs.announce_version(c, job, version)).result()
+    assert database.read_now(lambda c: jobs.get_job(c, job)).inference_version == 2
+
+
+def test_a_file_that_is_no_store_is_one_clear_line(tmp_path: Path) -> None:
+    path = tmp_path / "store.sqlite3"
+    path.write_bytes(b"this is not a database, however long it may be" * 100)
+    with pytest.raises(StoreError, match=r"store\.sqlite3 cannot be opened.*--home"):
+        Database(path)
+
+
+def test_waiting_writes_share_commits(tmp_path: Path) -> None:
+    """Group commits: 300 queued writes take far fewer than 300 commits."""
+    from sqlalchemy import event
+
+    store = Database(tmp_path / "s.sqlite3")
+    commits: list[int] = []
+    event.listen(store._writer, "commit", lambda _c: commits.append(1))
+    job = new_job(store)
+
+    async def many() -> None:
+        await asyncio.gather(*(store.write(lambda c, i=i: jobs.add_event(c, job, str(i))) for i in range(300)))
+
+    asyncio.run(many())
+    assert len(commits) < 100
+    store.close()
