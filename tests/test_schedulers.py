@@ -294,8 +294,10 @@ def test_random_runs_end_full_and_within_the_bound(seed, groups, G, S, drop, N, 
         assert not staleness_breaches(s, first_place, placed)
     assert s.is_all_finished
     assert first_place + len(placed) == N * B
-    assert started == s.accepted_groups + s.dropped_groups + s.surplus_groups + gone + len(in_flight) + s.buffered_groups
+    assert (
+        started == s.accepted_groups + s.dropped_groups + s.surplus_groups + gone + len(in_flight) + s.buffered_groups
+    )
     if not drop:
         assert s.dropped_groups == 0
-    if S is not None and S >= 0 or present == 0:
+    if (S is not None and S >= 0) or present == 0:
         assert s.surplus_samples < G or drop

@@ -117,7 +117,9 @@ class BaseRolloutScheduler(ABC):
             raise RuntimeError("Inference version must be set before tasks are added")
         added = list(tasks)
         budget = self._remaining_budget()
-        if budget is not None and len(added) * self.config.num_samples_per_task > max(0, _round_up(budget, self._group)):
+        if budget is not None and len(added) * self.config.num_samples_per_task > max(
+            0, _round_up(budget, self._group)
+        ):
             raise RuntimeError(f"Got more tasks than allowed: {len(added)} tasks, budget {budget} samples")
         self._in_flight.update((task.id, self._version) for task in added)
 
@@ -219,7 +221,7 @@ class BaseRolloutScheduler(ABC):
     def _arrive(self, version: int, samples: Sequence[Any]) -> None:
         """Place, buffer or drop a group that started at `version`."""
 
-    def _release(self) -> None:
+    def _release(self) -> None:  # noqa: B027 (only one policy buffers)
         """Place buffered groups that have become placeable."""
 
     def _counts_for_budget(self, version: int) -> bool:
