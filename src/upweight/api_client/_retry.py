@@ -30,10 +30,11 @@ DEFAULT_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True)
 class CallLimits:
-    """`deadline` is a `time.monotonic()` value."""
+    """`deadline` is a `time.monotonic()` value; `one_try` forbids repetitions."""
 
     deadline: float | None = None
     cancelled: threading.Event | None = None
+    one_try: bool = False
 
     def seconds_left(self) -> float | None:
         return None if self.deadline is None else self.deadline - time.monotonic()
@@ -41,7 +42,8 @@ class CallLimits:
     @property
     def is_over(self) -> bool:
         left = self.seconds_left()
-        return (left is not None and left <= 0) or (self.cancelled is not None and self.cancelled.is_set())
+        is_cancelled = self.cancelled is not None and self.cancelled.is_set()
+        return self.one_try or is_cancelled or (left is not None and left <= 0)
 
     def sleep(self, seconds: float) -> None:
         left = self.seconds_left()
@@ -56,9 +58,11 @@ _limits: ContextVar[CallLimits] = ContextVar("call_limits", default=CallLimits()
 
 
 @contextmanager
-def call_limits(*, deadline: float | None = None, cancelled: threading.Event | None = None) -> Iterator[None]:
+def call_limits(
+    *, deadline: float | None = None, cancelled: threading.Event | None = None, one_try: bool = False
+) -> Iterator[None]:
     """Bound all client calls of this thread inside the block by a deadline and a stop signal."""
-    token = _limits.set(CallLimits(deadline, cancelled))
+    token = _limits.set(CallLimits(deadline, cancelled, one_try))
     try:
         yield
     finally:
