@@ -1,5 +1,8 @@
 """Whole runs against the fake server."""
 
+import os
+import threading
+
 import pytest
 
 from . import helpers
@@ -49,3 +52,16 @@ def test_several_runs_of_one_runner(server, make_runner):
     assert runner.run().accepted == 8
     again = runner.run()
     assert (again.started, again.reason) == (0, "all batches were filled already")
+
+
+@pytest.mark.parametrize("executor", ["thread", "process"])
+def test_nothing_is_left_after_a_run(server, make_runner, executor):
+    def files():
+        return len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
+
+    make_runner(num_batches=1, executor_type=executor, max_concurrency=1).run()  # opens the client's own connection
+    files_before, threads_before = files(), set(threading.enumerate())
+    make_runner(num_batches=2, executor_type=executor, max_concurrency=1).run()
+    started = set(threading.enumerate()) - threads_before
+    assert [t.name for t in started if t.name.startswith("rollout-")] == []
+    assert files() <= files_before + 1

@@ -88,7 +88,7 @@ def main() -> None:
     with TokenFactory() as api_client:
         runner = RolloutRunner(
             api_client=api_client,
-            config=ExampleConfig(),  # type: ignore[call-arg]  # the rest comes from the environment
+            config=ExampleConfig(),  # the job id comes from the environment
             dataset=Dataset(),
             rollout_fn=partial(roll_out_task, my_config=MyConfig()),
         )

@@ -25,13 +25,13 @@ from upweight.rollout.config import RolloutConfig
 from upweight.rollout.context import RolloutContext
 from upweight.rollout.dataset import DatasetProtocol
 from upweight.rollout.dispatcher import DEFAULT_QUEUE_GET_TIMEOUT, RolloutDispatcher
-from upweight.rollout.exceptions import BatchSizeMismatch, DatasetExhausted, RolloutStalled, RolloutTimeout
+from upweight.rollout.exceptions import DatasetExhausted, RolloutStalled, RolloutTimeout
 from upweight.rollout.feeder import DatasetFeeder
 from upweight.rollout.models import JobStatusUpdate, RolloutException, RolloutResult, Task
 from upweight.rollout.spool import Spool
 from upweight.rollout.summary import GroupCounts, RunProgress, RunSummary
 from upweight.rollout.tracker import JobStatusTracker, wait_until_ready
-from upweight.rollout.uploader import Uploader, UploadPlan, check_capacity, open_batch, send_spooled
+from upweight.rollout.uploader import Uploader, UploadPlan, check_capacity, check_told_size, open_batch, send_spooled
 from upweight.rollout.validation import reported_version, to_wire
 from upweight.rollout.waits import WaitWatch
 from upweight.schedulers import BaseRolloutScheduler, RolloutSchedulerConfig, create_rollout_scheduler
@@ -188,11 +188,7 @@ class Run:
 
     def _effective_batches(self, status: JobStatus) -> int | None:
         ours, theirs = self._config.num_batches, status.total_batches
-        told = (status.model_extra or {}).get("batch_size")
-        if isinstance(told, int) and told != self._config.batch_size:
-            raise BatchSizeMismatch(
-                f"batch_size is {self._config.batch_size} here but {told} on the server; use {told}"
-            )
+        check_told_size(self._config.batch_size, (status.model_extra or {}).get("batch_size"))
         if ours is not None and theirs is not None and ours != theirs:
             logger.warning("num_batches is %d here but the job takes %d; the smaller one counts", ours, theirs)
         return min((n for n in (ours, theirs) if n is not None), default=None)

@@ -62,12 +62,28 @@ def open_batch(api_client: TokenFactory, job_id: str, index: int) -> Batch:
         return batches.create(job_id=job_id, index=index)
 
 
-def check_capacity(batch_size: int, batch: Batch) -> None:
-    """Raises `BatchSizeMismatch` when the batch shows that its capacity is not `batch_size`."""
-    told = (batch.model_extra or {}).get("batch_size")
-    count = batch.sample_count or 0
+def check_told_size(batch_size: int, told: object) -> None:
+    """Raises `BatchSizeMismatch` when the server tells another capacity; one that tells none is fine."""
     if isinstance(told, int) and told != batch_size:
         raise BatchSizeMismatch(f"batch_size is {batch_size} here but {told} on the server; use {told}")
+
+
+def _is_conflict(error: Exception) -> bool:
+    return isinstance(error, BadRequestError) and error.response is not None and error.response.status_code == 409
+
+
+def _told_batch_size(refusal: BadRequestError) -> object:
+    try:
+        body = refusal.response.json() if refusal.response is not None else None
+    except ValueError:
+        return None
+    return body.get("batch_size") if isinstance(body, dict) else None
+
+
+def check_capacity(batch_size: int, batch: Batch) -> None:
+    """Raises `BatchSizeMismatch` when the batch shows that its capacity is not `batch_size`."""
+    check_told_size(batch_size, (batch.model_extra or {}).get("batch_size"))
+    count = batch.sample_count or 0
     if count > batch_size or (batch.status is BatchStatus.filled and count < batch_size):
         raise BatchSizeMismatch(
             f"batch_size is {batch_size} here but batch {batch.index} on the server is {batch.status} "
@@ -202,7 +218,7 @@ class Uploader(threading.Thread):
         try:
             batch = batches.submit_samples(job_id=self._plan.job_id, batch_index=index, samples=chunk)
         except BadRequestError as error:
-            if error.response is None or error.response.status_code != 409:
+            if not _is_conflict(error):
                 raise
             self._resynchronise(error)
             return
@@ -234,6 +250,7 @@ class Uploader(threading.Thread):
 
     def _resynchronise(self, refusal: BadRequestError) -> None:
         """After a 409: read where the job stands and go on there."""
+        check_told_size(self._plan.batch_size, _told_batch_size(refusal))
         jobs, job_id = self._api.v1alpha1.fine_tuning.jobs, self._plan.job_id
         index = jobs.get_runtime_status(job_id=job_id).filled_batches
         n = self._plan.num_batches
@@ -276,7 +293,7 @@ class Uploader(threading.Thread):
         self._failing_since = self._failing_since or now
         self._failures += 1
         self.last_error = f"{type(error).__name__}: {error}"
-        is_conflict = isinstance(error, BadRequestError) and "409" in str(getattr(error.response, "status_code", ""))
+        is_conflict = _is_conflict(error)
         if isinstance(error, NotFoundError):
             self._opened = self._batch_index - 1  # open it again
         failing_for = now - self._failing_since
