@@ -1,0 +1,110 @@
+"""Fine-tuning jobs: create, watch, cancel."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+from upweight.api_client._responses import parse
+from upweight.api_client.models import fine_tuning as models
+from upweight.api_client.models._base import to_body
+from upweight.api_client.resources._base import JobCollection, JobResource, Resource, present
+
+SingleCheckpoint = models.OpenaiTypesFineTuningJobsFineTuningJobCheckpointFineTuningJobCheckpoint
+
+
+class Checkpoints(JobResource):
+    PATH_SEGMENT = "checkpoints"
+
+    def list(
+        self, *, job_id: str, limit: int | None = None, after: str | None = None
+    ) -> models.ListCheckpointsResponse:
+        """Newest first; `after` is the id of the last one already seen."""
+        response = self._client.get(self.endpoint(job_id=job_id), params=present(limit=limit, after=after))
+        return parse(models.ListCheckpointsResponse, response)
+
+    def get(self, *, job_id: str, checkpoint_id: str) -> SingleCheckpoint:
+        return parse(SingleCheckpoint, self._client.get(f"{self.endpoint(job_id=job_id)}/{checkpoint_id}"))
+
+
+class Jobs(JobCollection):
+    PATH_SEGMENT = "jobs"
+
+    @cached_property
+    def checkpoints(self) -> Checkpoints:
+        return Checkpoints(self._client, self)
+
+    def create(
+        self,
+        *,
+        model: str,
+        training_file: str,
+        ai_project_id: str | None = None,
+        from_checkpoint: models.CheckpointRequest | dict[str, Any] | None = None,
+        validation_file: str | None = None,
+        hyperparameters: models.SupervisedHParameters | dict[str, Any] | None = None,
+        method: models.SupervisedMethodConfig | models.SpecDraftMethodConfig | dict[str, Any] | None = None,
+        integrations: list[Any] | None = None,
+        seed: int | None = None,
+        suffix: str | models.Suffix1 | None = None,
+        tags: list[str] | None = None,
+        extra_body: dict[str, Any] | None = None,
+    ) -> models.FineTuningJob:
+        """Create a job. `method` may be a plain dictionary, `{"type": "reinforcement", "reinforcement": {…}}` for RL.
+
+        `extra_body` is sent as an object under that name.
+        """
+        request = models.FineTuningRequest.model_validate(
+            {
+                "model": model,
+                "training_file": training_file,
+                "from_checkpoint": from_checkpoint,
+                "validation_file": validation_file,
+                "hyperparameters": hyperparameters,
+                "method": method,
+                "integrations": integrations,
+                "seed": seed,
+                "suffix": suffix,
+                "tags": tags,
+                "extra_body": extra_body,
+            }
+        )
+        query = present(ai_project_id=ai_project_id)
+        response = self._client.post(self.bare_endpoint(), json=to_body(request), params=query)
+        return parse(models.FineTuningJob, response)
+
+    def list(
+        self, *, limit: int | None = None, after: str | None = None, ai_project_id: str | None = None
+    ) -> models.FineTuningJobListResponse:
+        """Newest first; `after` is the id of the last one already seen."""
+        query = present(limit=limit, after=after, ai_project_id=ai_project_id)
+        return parse(models.FineTuningJobListResponse, self._client.get(self.bare_endpoint(), params=query))
+
+    def get(self, *, job_id: str) -> models.FineTuningJob:
+        return parse(models.FineTuningJob, self._client.get(self.endpoint(job_id=job_id)))
+
+    def cancel(self, *, job_id: str) -> models.FineTuningJob:
+        return parse(models.FineTuningJob, self._client.post(f"{self.endpoint(job_id=job_id)}/cancel"))
+
+    def get_events(
+        self, *, job_id: str, limit: int | None = None, after: str | None = None
+    ) -> models.ListEventsResponse:
+        query = present(limit=limit, after=after)
+        response = self._client.get(f"{self.endpoint(job_id=job_id)}/events", params=query)
+        return parse(models.ListEventsResponse, response)
+
+
+class FineTuning(Resource):
+    PATH_SEGMENT = "fine_tuning"
+
+    @cached_property
+    def jobs(self) -> Jobs:
+        return Jobs(self._client, self)
+
+
+class V1(Resource):
+    PATH_SEGMENT = "v1"
+
+    @cached_property
+    def fine_tuning(self) -> FineTuning:
+        return FineTuning(self._client, self)

@@ -1,0 +1,120 @@
+"""A group of completions per task, whose rewards are normalised within the group.
+
+Run with `python -m upweight.examples.grpo` after setting TOKENFACTORY_API_KEY, TOKENFACTORY_BASE_URL and
+TOKENFACTORY_ROLLOUT_JOB_ID; other TOKENFACTORY_ROLLOUT_ variables replace the sizes below.
+"""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from random import choices, randint
+from typing import TYPE_CHECKING
+
+from pydantic_settings import BaseSettings
+
+from upweight.api_client import TokenFactory
+from upweight.examples.utils import group_advantages, parse_completion, version_info
+from upweight.rollout import RolloutConfig, RolloutContext, RolloutRunner
+from upweight.rollout.models import Sample, SampleGroup
+
+if TYPE_CHECKING:
+    from openai.types.chat import ChatCompletion
+
+
+@dataclass
+class Task:
+    question: str
+    answer: str
+
+
+class Dataset:
+    """Sums of two small numbers, drawn with replacement, so it never ends."""
+
+    def __init__(self) -> None:
+        pairs = [(randint(1, 20), randint(1, 20)) for _ in range(100)]
+        self._tasks = [Task(question=f"What is {a} + {b}?", answer=str(a + b)) for a, b in pairs]
+
+    def sample(self, n_samples: int) -> list[Task]:
+        return choices(self._tasks, k=n_samples)
+
+
+class MyConfig(BaseSettings):
+    """Settings of this example, also from the environment."""
+
+    system_prompt: str = "You are a helpful assistant. Reply with the answer only."
+    temperature: float = 1.0
+    max_tokens: int | None = None
+    reject_equal_rewards: bool = True
+
+
+class ExampleConfig(RolloutConfig):
+    """The settings of a run, with sizes that suit a first try."""
+
+    model_name: str = "Qwen/Qwen2.5-1.5B-Instruct"
+    batch_size: int = 16
+    num_samples_per_task: int = 4
+    num_batches: int | None = 2
+
+
+def reward_fn(response: str, answer: str) -> float:
+    """1 for the answer alone, 0.5 for an answer with more around it, else 0."""
+    text = response.strip()
+    if text == answer:
+        return 1.0
+    return 0.5 if answer in text else 0.0
+
+
+def roll_out_task(task: Task, context: RolloutContext, my_config: MyConfig) -> SampleGroup:
+    """Ask G times at once; a group whose rewards are all equal teaches nothing and is rejected."""
+    n = context.config.num_samples_per_task
+    ask = partial(_complete, task, context, my_config)
+    with ThreadPoolExecutor(max_workers=n) as pool:
+        completions = [future.result() for future in [pool.submit(ask) for _ in range(n)]]
+    rewards_G = [reward_fn(response=c.choices[0].message.content or "", answer=task.answer) for c in completions]
+    if my_config.reject_equal_rewards and n > 1 and len(set(rewards_G)) == 1:
+        return SampleGroup(is_rejected=True)
+    advantages_G = group_advantages(rewards_G)
+    return SampleGroup(samples=list(map(_to_sample, completions, rewards_G, advantages_G)))
+
+
+def _complete(task: Task, context: RolloutContext, my_config: MyConfig) -> ChatCompletion:
+    return context.openai_client.chat.completions.create(
+        model=context.config.model_name,
+        messages=[
+            {"role": "system", "content": my_config.system_prompt},
+            {"role": "user", "content": task.question},
+        ],
+        temperature=my_config.temperature,
+        max_tokens=my_config.max_tokens,
+        extra_body={"return_token_ids": True, "logprobs": True},
+    )
+
+
+def _to_sample(completion: ChatCompletion, reward: float, advantage: float) -> Sample:
+    token_ids, logprobs, mask = parse_completion(completion)
+    return Sample(
+        token_ids=token_ids,
+        logprobs=logprobs,
+        mask=mask,
+        normalized_reward=advantage,
+        debug_info={"reward": reward, **version_info(completion)},
+    )
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    with TokenFactory() as api_client:
+        runner = RolloutRunner(
+            api_client=api_client,
+            config=ExampleConfig(),  # the job id comes from the environment
+            dataset=Dataset(),
+            rollout_fn=partial(roll_out_task, my_config=MyConfig()),
+        )
+        print(runner.run())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,207 @@
+"""Tasks in, one result per task out; retries, time limits and the death of workers are handled here.
+
+Invariants
+1. Each task gets exactly one `RolloutResult` or `RolloutException`.
+2. At most `concurrent_workers` attempts run at once; a task waiting for its retry occupies no worker.
+3. If this thread dies, a `Broken` message with its exception comes out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import itertools
+import logging
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from queue import Empty, Full, Queue, SimpleQueue
+from typing import Any
+
+from upweight.errors import RolloutError
+from upweight.rollout.config import ExecutorType
+from upweight.rollout.exceptions import RolloutTimeout, WorkerDied, WorkerPoolBroken
+from upweight.rollout.messages import Broken
+from upweight.rollout.models import RolloutException, RolloutResult, SampleGroup, Task
+from upweight.rollout.processes import InProcess, pickled_call
+from upweight.rollout.workers import Executor, InThread, Outcome, RolloutCall, WorkerPool
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_QUEUE_GET_TIMEOUT = 0.1
+MAX_BACKOFF_S = 5.0
+
+
+@dataclass
+class _Attempt:
+    """`number` counts from 0; `started` is a monotonic time."""
+
+    task: Task[Any]
+    number: int = 0
+    started: float = 0.0
+    version: int | None = None
+
+
+class RolloutDispatcher(threading.Thread):
+    """Runs `rollout_fn` for each `Task` of `input_queue` and puts its `RolloutResult` on `output_queue`.
+
+    `current_version` gives the version that an attempt starting now is stamped with; default: the task's own.
+    `group_size` None = results are passed on unchecked. Times are in seconds.
+    """
+
+    def __init__(
+        self,
+        rollout_fn: Callable[..., Any],
+        context: Any,
+        input_queue: Queue[Any],
+        output_queue: Queue[Any],
+        concurrent_workers: int,
+        num_rollout_retries: int,
+        raise_on_rollout_failure: bool,
+        *,
+        executor_type: ExecutorType = ExecutorType.THREAD,
+        group_size: int | None = None,
+        rollout_timeout: float | None = None,
+        retry_backoff: float = 0.05,
+        max_pool_restarts: int = 3,
+        process_start_method: str = "spawn",
+        current_version: Callable[[], int | None] = lambda: None,
+    ) -> None:
+        super().__init__(name="rollout-dispatcher", daemon=True)
+        call = RolloutCall(rollout_fn, context, group_size)
+        self._pool = WorkerPool(_executor_factory(call, executor_type, process_start_method), self._tell)
+        self._input, self._output = input_queue, output_queue
+        self._workers = concurrent_workers
+        self._max_retries = num_rollout_retries
+        self._raise = raise_on_rollout_failure
+        self._timeout = rollout_timeout
+        self._backoff = retry_backoff
+        self._max_restarts = max_pool_restarts
+        self._current_version = current_version
+        self._stopping = threading.Event()
+        self._outcomes: SimpleQueue[Outcome] = SimpleQueue()
+        self._ids = itertools.count()
+        self._waiting: deque[_Attempt] = deque()
+        self._delayed: list[tuple[float, int, _Attempt]] = []
+        self._running: dict[int, _Attempt] = {}
+        self._death_codes: list[int | None] = []
+
+    def stop(self) -> None:
+        """Start nothing more, abandon what runs."""
+        self._stopping.set()
+
+    def ages(self) -> dict[str, float]:
+        """Running task ids → seconds since their attempt started."""
+        now = time.monotonic()
+        return {str(a.task.id): now - a.started for a in list(self._running.values())}
+
+    def run(self) -> None:
+        try:
+            while not self._stopping.is_set():
+                self._receive()
+                self._settle_outcomes()
+                self._expire()
+                self._start_attempts()
+        except BaseException as error:
+            logger.exception("The rollout dispatcher died")
+            self._output.put(Broken(error))
+            if not isinstance(error, Exception):
+                raise
+        finally:
+            self._pool.close(timeout=2.0)
+
+    def _tell(self, outcome: Outcome) -> None:
+        self._outcomes.put(outcome)
+        with contextlib.suppress(Full):  # only to wake the loop sooner; it looks every 0.1 s anyway
+            self._input.put_nowait(None)
+
+    def _receive(self) -> None:
+        timeout = DEFAULT_QUEUE_GET_TIMEOUT
+        if self._delayed:
+            timeout = min(timeout, max(0.0, self._delayed[0][0] - time.monotonic()))
+        with contextlib.suppress(Empty):
+            task = self._input.get(timeout=timeout)
+            while True:
+                if task is not None:
+                    self._waiting.append(_Attempt(task))
+                task = self._input.get_nowait()
+
+    def _start_attempts(self) -> None:
+        while self._delayed and self._delayed[0][0] <= time.monotonic():
+            self._waiting.append(heapq.heappop(self._delayed)[2])
+        while self._waiting and len(self._running) < self._workers:
+            attempt = self._waiting.popleft()
+            version = self._current_version()
+            attempt.version = attempt.task.starting_inference_version if version is None else version
+            attempt.started = time.monotonic()
+            attempt_id = next(self._ids)
+            self._running[attempt_id] = attempt
+            self._pool.submit(attempt_id, attempt.task)
+
+    def _settle_outcomes(self) -> None:
+        with contextlib.suppress(Empty):
+            while True:
+                outcome = self._outcomes.get_nowait()
+                attempt = self._running.pop(outcome.attempt_id, None)
+                if attempt is None:
+                    continue  # it was abandoned
+                if outcome.error is None:
+                    self._death_codes.clear()
+                    self._output.put(
+                        RolloutResult(attempt.task, outcome.result, attempt.version, retries=attempt.number)
+                    )
+                else:
+                    self._note_death(outcome.error)
+                    self._failed(attempt, outcome.error, outcome.traceback)
+
+    def _expire(self) -> None:
+        if self._timeout is None:
+            return
+        now = time.monotonic()
+        for attempt_id, attempt in list(self._running.items()):
+            elapsed = now - attempt.started
+            if elapsed > self._timeout:
+                del self._running[attempt_id]
+                self._pool.abandon(attempt_id)
+                message = f"Task {attempt.task.id}: the rollout took longer than {self._timeout} s ({elapsed:.1f} s)"
+                self._failed(attempt, RolloutTimeout(message), message)
+
+    def _note_death(self, error: BaseException) -> None:
+        if not isinstance(error, WorkerDied):
+            return
+        self._death_codes.append(error.exit_code)
+        if len(self._death_codes) > self._max_restarts:
+            raise WorkerPoolBroken(
+                f"{len(self._death_codes)} worker processes died in a row, with exit codes {self._death_codes}"
+            )
+
+    def _failed(self, attempt: _Attempt, error: BaseException, text: str) -> None:
+        task, number = attempt.task, attempt.number
+        if number < self._max_retries:
+            delay = min(MAX_BACKOFF_S, self._backoff * 2**number) * random.uniform(0.8, 1.2)
+            logger.info("Task %s: attempt %d failed (%s); next in %.2f s", task.id, number + 1, _line(error), delay)
+            retry = _Attempt(task, number + 1)
+            heapq.heappush(self._delayed, (time.monotonic() + delay, next(self._ids), retry))
+        elif self._raise:
+            self._output.put(RolloutException(error, text, task, retries=number))
+        else:
+            logger.warning("Task %s: failed after %d attempts (%s)", task.id, number + 1, _line(error))
+            self._output.put(
+                RolloutResult(task, SampleGroup(is_rejected=True), attempt.version, error=error, retries=number)
+            )
+
+
+def _line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _executor_factory(call: RolloutCall, kind: ExecutorType, start_method: str) -> Callable[[], Executor]:
+    if kind is ExecutorType.THREAD:
+        return lambda: InThread(call)
+    if kind is ExecutorType.PROCESS:
+        payload = pickled_call(call)
+        return lambda: InProcess(payload, start_method)
+    raise RolloutError(f"executor_type {kind.value!r} needs the extra: pip install 'upweight[ray]'")

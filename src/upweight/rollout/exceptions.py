@@ -1,0 +1,86 @@
+"""What a rollout run raises."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from upweight.errors import RolloutError
+
+
+class JobInitializationTimeout(RolloutError):
+    """The job did not serve within `job_init_timeout`."""
+
+    def __init__(self, *, job_id: str, timeout_seconds: float, last_exception: BaseException | None = None) -> None:
+        message = f"Rollout job '{job_id}' did not become ready within {timeout_seconds} seconds."
+        if last_exception is not None:
+            message += f" Last polling error: {last_exception}"
+        super().__init__(message)
+        self.job_id = job_id
+        self.timeout_seconds = timeout_seconds
+        self.last_exception = last_exception
+        self.__cause__ = last_exception
+
+
+class JobNotServing(RolloutError):
+    """The status route answers but tells no inference version yet."""
+
+
+class JobUnavailable(RolloutError):
+    """The job cannot be reached any more, failed or was cancelled."""
+
+
+class RolloutTimeout(RolloutError):
+    """One attempt took longer than `rollout_timeout`."""
+
+
+class RolloutValidationError(RolloutError):
+    """A rollout returned something that is no valid sample group; `reason` is a short name of the problem."""
+
+    def __init__(self, message: str, reason: str = "invalid") -> None:
+        super().__init__(message)
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.reason)
+
+
+class DatasetExhausted(RolloutError):
+    """The dataset ended before `num_batches` were full; the open batch can be resumed."""
+
+    def __init__(self, *, filled: int, needed: int, open_samples: int) -> None:
+        super().__init__(
+            f"The dataset ended with {filled} of {needed} batches filled and {open_samples} samples in the open one; "
+            "give more tasks and run again to resume, or wrap the dataset in CyclingDataset"
+        )
+        self.filled = filled
+        self.needed = needed
+        self.open_samples = open_samples
+
+
+class WorkerDied(RolloutError):
+    """A process worker ended while a rollout was inside it."""
+
+    def __init__(self, exit_code: int | None) -> None:
+        super().__init__(f"the worker process died with exit code {exit_code}")
+        self.exit_code = exit_code
+
+
+class WorkerPoolBroken(RolloutError):
+    """Process workers died again and again without one success between."""
+
+
+class RolloutStalled(RolloutError):
+    """No sample was accepted for `no_progress_timeout`."""
+
+
+class UploadFailed(RolloutError):
+    """Uploads failed for `upload_timeout`, or were refused; `samples` are those not stored."""
+
+    def __init__(self, message: str, samples: Sequence[Any] = ()) -> None:
+        super().__init__(message)
+        self.samples = list(samples)
+
+
+class BatchSizeMismatch(RolloutError, ValueError):
+    """The client's `batch_size` is not the capacity of the server's batches."""

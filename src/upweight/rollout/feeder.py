@@ -1,0 +1,45 @@
+"""Draws tasks from the dataset in a thread of its own, so that a slow dataset delays nothing else."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from itertools import islice
+from queue import Queue, SimpleQueue
+from typing import Any
+
+from upweight.rollout.dataset import DatasetProtocol
+from upweight.rollout.messages import DatasetFailed, TasksDrawn
+
+
+class DatasetFeeder(threading.Thread):
+    """`request(n)` is answered by one message with at most n tasks; what the dataset gave beyond is kept for the next."""
+
+    def __init__(self, dataset: DatasetProtocol[Any], output_queue: Queue[Any]) -> None:
+        super().__init__(name="rollout-dataset", daemon=True)
+        self._dataset = dataset
+        self._output = output_queue
+        self._requests: SimpleQueue[int | None] = SimpleQueue()
+        self._left: Iterator[Any] = iter(())
+
+    def request(self, n: int) -> None:
+        self._requests.put(n)
+
+    def stop(self) -> None:
+        self._requests.put(None)
+
+    def run(self) -> None:
+        while (n := self._requests.get()) is not None:
+            try:
+                specs = self._draw(n)
+            except Exception as error:  # noqa: BLE001 (raised again from run())
+                self._output.put(DatasetFailed(error))
+                return
+            self._output.put(TasksDrawn(specs, ended=not specs))
+
+    def _draw(self, n: int) -> list[Any]:
+        specs = list(islice(self._left, n))
+        if not specs:
+            self._left = iter(self._dataset.sample(n))
+            specs = list(islice(self._left, n))
+        return specs

@@ -1,0 +1,70 @@
+"""What the helper threads tell the main loop, through one queue."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from upweight.rollout.models import JobStatusUpdate, RolloutException, RolloutResult
+
+
+@dataclass
+class TasksDrawn:
+    """Answer to one request to the dataset; `ended` = it gave nothing."""
+
+    specs: list[Any]
+    ended: bool = False
+
+
+@dataclass
+class DatasetFailed:
+    exception: Exception
+
+
+@dataclass
+class Uploaded:
+    """The server stored samples; `open_samples` are in the batch being filled."""
+
+    batches_filled: int
+    open_samples: int
+
+
+@dataclass
+class PlacesTaken:
+    """Somebody else filled places; `dropped` samples of ours became too stale or found no place."""
+
+    n_places: int
+    dropped: int
+
+
+@dataclass
+class JobEnded:
+    """The job reached a terminal state; `error` is None when it succeeded."""
+
+    error: Exception | None
+
+
+@dataclass
+class Broken:
+    """A helper thread cannot go on; the run ends with this exception."""
+
+    exception: BaseException
+
+
+@dataclass
+class WakeUp:
+    """Look around: a stop was requested."""
+
+
+RolloutRunnerInputs = (
+    JobStatusUpdate
+    | RolloutResult
+    | RolloutException
+    | TasksDrawn
+    | DatasetFailed
+    | Uploaded
+    | PlacesTaken
+    | JobEnded
+    | Broken
+    | WakeUp
+)

@@ -1,0 +1,126 @@
+"""A rollout executor in a child process: function, context and clients are sent once, then tasks one by one."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import signal
+import threading
+import traceback
+from multiprocessing.connection import Connection
+from typing import Any
+
+from upweight.errors import RolloutError
+from upweight.rollout.exceptions import WorkerDied
+from upweight.rollout.models import Task
+from upweight.rollout.workers import RolloutCall
+
+_starting = threading.Lock()  # with fork, a child started at the same time would inherit this child's pipe end
+EXIT_GRACE_S = 1.0
+
+
+def pickled_call(call: RolloutCall) -> bytes:
+    """The call as it is sent to children.
+
+    Raises:
+        TypeError: naming the part that cannot be pickled.
+    """
+    parts = {
+        "the rollout function": call.rollout_fn,
+        "the HTTP client factory": getattr(getattr(call.context, "api_client", None), "_factory", None),
+        "the rollout context": call.context,
+    }
+    for name, part in parts.items():
+        try:
+            pickle.dumps(part)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise TypeError(
+                f"{name} {part!r} cannot be sent to a worker process: {error}; define it at the top of a module, "
+                "or use executor_type='thread'"
+            ) from error
+    return pickle.dumps(call)
+
+
+class InProcess:
+    """Drives one child; a dead child is replaced when the next attempt comes."""
+
+    def __init__(self, payload: bytes, start_method: str) -> None:
+        self._payload = payload
+        self._mp: Any = multiprocessing.get_context(start_method)
+        self._process: Any = None
+        self._pipe: Connection | None = None
+
+    def run(self, task: Task[Any]) -> Any:
+        pipe = self._ensure_child()
+        try:
+            pipe.send(task)
+            result, error, text = pipe.recv()
+        except (EOFError, OSError):
+            raise WorkerDied(self._bury()) from None
+        if error is not None:
+            error.remote_traceback = text
+            raise error
+        return result
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+
+    def close(self) -> None:
+        if self._pipe is not None:
+            self._pipe.close()
+        if self._process is not None:
+            self._process.join(EXIT_GRACE_S)
+            self._process.kill()
+            self._bury()
+
+    def _ensure_child(self) -> Connection:
+        if self._pipe is None:
+            with _starting:
+                self._pipe, theirs = self._mp.Pipe()
+                self._process = self._mp.Process(
+                    target=child_main, args=(theirs, self._payload), name="rollout-worker", daemon=True
+                )
+                self._process.start()
+                theirs.close()
+        return self._pipe
+
+    def _bury(self) -> int | None:
+        process, pipe, self._process, self._pipe = self._process, self._pipe, None, None
+        if pipe is not None:
+            pipe.close()
+        process.join(EXIT_GRACE_S)
+        code: int | None = process.exitcode
+        if code is not None:
+            process.close()
+        return code
+
+
+def child_main(pipe: Connection, payload: bytes) -> None:
+    """Loop of a child: ends when the parent closes the pipe or dies."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
+    call: RolloutCall = pickle.loads(payload)
+    while True:
+        try:
+            task = pipe.recv()
+        except EOFError:
+            return
+        pipe.send(_attempt(call, task))
+
+
+def _attempt(call: RolloutCall, task: Task[Any]) -> tuple[Any, BaseException | None, str]:
+    try:
+        result = call(task)
+        pickle.dumps(result)
+    except BaseException as error:  # noqa: BLE001 (the parent decides; sys.exit() in a rollout must not end the child)
+        return None, _portable(error), traceback.format_exc()
+    return result, None, ""
+
+
+def _portable(error: BaseException) -> BaseException:
+    """The error itself if it survives pickling, else its text."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # noqa: BLE001 (whatever a foreign class raises while being pickled)
+        return RolloutError(f"{type(error).__name__}: {error}")
+    return error

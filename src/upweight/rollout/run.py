@@ -1,0 +1,410 @@
+"""One run: the main loop that reacts to news of the helper threads, and everything it owns.
+
+Invariants
+1. Only the loop's thread touches the scheduler and the counts.
+2. Accepted samples belong to the uploader at once; before an error leaves, it gets `shutdown_timeout` to send them.
+3. The loop itself never blocks on the network, the dataset or a rollout.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from queue import Empty, Queue
+from typing import Any
+
+from upweight.api_client import TokenFactory
+from upweight.api_client._retry import call_limits
+from upweight.api_client.models.rl_job import JobStatus
+from upweight.rollout import messages
+from upweight.rollout.config import RolloutConfig
+from upweight.rollout.context import RolloutContext
+from upweight.rollout.dataset import DatasetProtocol
+from upweight.rollout.dispatcher import DEFAULT_QUEUE_GET_TIMEOUT, RolloutDispatcher
+from upweight.rollout.exceptions import DatasetExhausted, RolloutStalled, RolloutTimeout
+from upweight.rollout.feeder import DatasetFeeder
+from upweight.rollout.models import JobStatusUpdate, RolloutException, RolloutResult, Task
+from upweight.rollout.spool import Spool
+from upweight.rollout.summary import GroupCounts, RunProgress, RunSummary
+from upweight.rollout.tracker import JobStatusTracker, wait_until_ready
+from upweight.rollout.uploader import Uploader, UploadPlan, check_capacity, check_told_size, open_batch, send_spooled
+from upweight.rollout.validation import reported_version, to_wire
+from upweight.rollout.waits import WaitWatch
+from upweight.schedulers import BaseRolloutScheduler, RolloutSchedulerConfig, create_rollout_scheduler
+
+logger = logging.getLogger(__name__)
+
+MAX_BACKLOG_BATCHES = 4  # unsent batches beyond which no rollout is started
+
+
+class Run:
+    """State of one run; `stopping` and `queue` are how other threads reach it."""
+
+    def __init__(
+        self,
+        api_client: TokenFactory,
+        config: RolloutConfig,
+        rollout_fn: Callable[..., Any],
+        dataset: DatasetProtocol[Any],
+        stopping: threading.Event,
+        queue: Queue[Any],
+        publish: Callable[[RunProgress], None],
+    ) -> None:
+        self._api, self._config, self._rollout_fn, self._dataset = api_client, config, rollout_fn, dataset
+        self._stopping, self._queue, self._publish = stopping, queue, publish
+        self._began = time.monotonic()
+        self._context = RolloutContext(config, api_client)
+        self._tasks: Queue[Any] = Queue()
+        self._drawn: deque[Any] = deque()
+        self._counts = GroupCounts()
+        self._dropped_samples = 0
+        self._is_drawing = self._dataset_ended = False
+        self._dataset_error: Exception | None = None
+        self._ended_as: str | None = None
+        self._filled = self._open_samples = 0
+        self._num_batches = config.num_batches
+        self._watch = WaitWatch()
+
+    # -- life cycle
+
+    def execute(self) -> RunSummary:
+        """Feed the job until it is full, stopped or broken."""
+        # Built first: what cannot be sent to worker processes is reported before anything else happens.
+        self._dispatcher = self._make_dispatcher()
+        try:
+            status = wait_until_ready(
+                self._api,
+                self._config.job_id,
+                self._config.job_init_timeout,
+                self._config.status_polling_interval,
+                self._stopping,
+            )
+            if status is None:
+                return self._summary("stopped")
+            self._num_batches = self._effective_batches(status)
+            self._filled = status.filled_batches
+            if self._num_batches is not None and status.filled_batches >= self._num_batches:
+                return self._summary("all batches were filled already")
+            return self._feed(status)
+        finally:
+            self._context.close()
+
+    def _feed(self, status: JobStatus) -> RunSummary:
+        spool = Spool(self._config.spool_dir, self._config.job_id)
+        plan = self._upload_plan()
+        with call_limits(cancelled=self._stopping):
+            self._dropped_samples += send_spooled(self._api, plan, spool)
+            opened, position = self._find_position()
+        self._filled, self._open_samples = divmod(position, plan.batch_size)
+        self._scheduler = self._make_scheduler(position, status)
+        self._uploader = Uploader(self._api, plan, position, self._queue, spool, opened=opened)
+        self._feeder = DatasetFeeder(self._dataset, self._queue)
+        self._tracker = JobStatusTracker(
+            self._config.job_id,
+            self._api,
+            self._queue,
+            self._config.status_polling_interval,
+            failure_timeout=self._config.status_failure_timeout,
+        )
+        helpers = [self._uploader, self._dispatcher, self._feeder, self._tracker]
+        for helper in helpers:
+            helper.start()
+        try:
+            reason = self._loop()
+            if self._stopping.is_set() or self._ended_as is not None:
+                self._send_rest()
+            return self._summary(reason)
+        except BaseException:
+            self._send_rest()
+            raise
+        finally:
+            self._shut_down(helpers)
+
+    def _loop(self) -> str:
+        while True:
+            self._start_rollouts()
+            cause = self._waiting_for()
+            self._publish(self._snapshot(cause))
+            reason = self._reason_to_end()
+            if reason is not None:
+                return reason
+            self._watch.check(cause, self._config.no_progress_timeout, self._stalled)
+            try:
+                message = self._queue.get(timeout=DEFAULT_QUEUE_GET_TIMEOUT)
+                while True:  # handle all that is there before starting anything
+                    self._handle(message)
+                    message = self._queue.get_nowait()
+            except Empty:
+                continue
+
+    def _reason_to_end(self) -> str | None:
+        if self._stopping.is_set():
+            return "stopped"
+        if self._ended_as is not None:
+            return self._ended_as
+        if self._uploader.backlog:
+            return None
+        if self._scheduler.is_all_finished and self._filled >= (self._num_batches or 0):
+            return "all batches are filled"
+        if self._is_source_dry and not self._scheduler.in_flight_task_ids and not self._drawn:
+            return self._end_of_data()
+        return None
+
+    @property
+    def _is_source_dry(self) -> bool:
+        return self._dataset_ended or self._dataset_error is not None
+
+    def _end_of_data(self) -> str:
+        if self._dataset_error is not None:
+            raise self._dataset_error
+        if self._num_batches is not None:
+            raise DatasetExhausted(filled=self._filled, needed=self._num_batches, open_samples=self._open_samples)
+        return "the dataset ended"
+
+    # -- set-up
+
+    def _make_dispatcher(self) -> RolloutDispatcher:
+        config = self._config
+        return RolloutDispatcher(
+            self._rollout_fn,
+            self._context,
+            self._tasks,
+            self._queue,
+            concurrent_workers=config.max_concurrency // config.num_samples_per_task,
+            num_rollout_retries=config.num_rollout_retries,
+            raise_on_rollout_failure=config.raise_on_rollout_failure,
+            executor_type=config.executor_type,
+            group_size=config.num_samples_per_task,
+            rollout_timeout=config.rollout_timeout,
+            retry_backoff=config.rollout_retry_backoff,
+            max_pool_restarts=config.max_pool_restarts,
+            process_start_method=config.process_start_method,
+            current_version=lambda: self._scheduler.inference_version,
+        )
+
+    def _effective_batches(self, status: JobStatus) -> int | None:
+        ours, theirs = self._config.num_batches, status.total_batches
+        check_told_size(self._config.batch_size, (status.model_extra or {}).get("batch_size"))
+        if ours is not None and theirs is not None and ours != theirs:
+            logger.warning("num_batches is %d here but the job takes %d; the smaller one counts", ours, theirs)
+        return min((n for n in (ours, theirs) if n is not None), default=None)
+
+    def _find_position(self) -> tuple[int, int]:
+        """The last open batch, and the number of places taken in all batches."""
+        status = self._api.v1alpha1.fine_tuning.jobs.get_runtime_status(job_id=self._config.job_id)
+        index = status.filled_batches
+        if self._num_batches is not None and index >= self._num_batches:  # filled by what was spooled
+            return index - 1, index * self._config.batch_size
+        batch = open_batch(self._api, self._config.job_id, index)
+        check_capacity(self._config.batch_size, batch)
+        return index, index * self._config.batch_size + (batch.sample_count or 0)
+
+    def _make_scheduler(self, position: int, status: JobStatus) -> BaseRolloutScheduler:
+        scheduler = create_rollout_scheduler(
+            RolloutSchedulerConfig(
+                batch_size=self._config.batch_size,
+                num_batches=self._num_batches,
+                num_samples_per_task=self._config.num_samples_per_task,
+                parallel_rollouts=self._config.max_concurrency,
+                allowed_staleness=self._config.allowed_staleness,
+                drop_stale_trajectories=self._config.drop_stale_trajectories,
+            )
+        )
+        scheduler.set_initial_batch_index(*divmod(position, self._config.batch_size))
+        assert status.inference_version is not None  # that is what "ready" means
+        scheduler.set_inference_version(status.inference_version)
+        return scheduler
+
+    def _upload_plan(self) -> UploadPlan:
+        config = self._config
+        return UploadPlan(
+            config.job_id, config.batch_size, self._num_batches, config.allowed_staleness, config.upload_timeout
+        )
+
+    # -- starting rollouts
+
+    def _start_rollouts(self) -> None:
+        if self._stopping.is_set() or self._ended_as is not None or (self._is_source_dry and not self._drawn):
+            return
+        if self._uploader.backlog >= MAX_BACKLOG_BATCHES * self._config.batch_size:
+            return
+        wanted = max(0, self._scheduler.get_num_rollouts_to_spawn()) // self._config.num_samples_per_task
+        version = self._scheduler.inference_version
+        starting = [self._drawn.popleft() for _ in range(min(wanted, len(self._drawn)))]
+        if starting and version is not None:
+            tasks: list[Task[Any]] = [Task(spec=spec, starting_inference_version=version) for spec in starting]
+            self._scheduler.add_tasks(tasks)
+            self._counts.started += len(tasks)
+            self._watch.note_progress()
+            for task in tasks:
+                self._tasks.put(task)
+        if wanted > len(starting) and not self._is_drawing and not self._is_source_dry:
+            self._is_drawing = True
+            self._feeder.request(wanted - len(starting))
+
+    # -- news
+
+    def _handle(self, message: messages.RolloutRunnerInputs) -> None:
+        match message:
+            case RolloutResult():
+                self._on_result(message)
+            case RolloutException():
+                self._on_exception(message)
+            case JobStatusUpdate(inference_version=version):
+                self._on_version(version)
+            case messages.TasksDrawn(specs=specs, ended=ended):
+                self._is_drawing = False
+                self._drawn.extend(specs)
+                self._dataset_ended = ended
+                self._watch.note_progress()
+            case messages.DatasetFailed(exception=error):
+                self._dataset_error = error
+            case messages.Uploaded(batches_filled=filled, open_samples=open_samples):
+                self._filled, self._open_samples = filled, open_samples
+                self._watch.note_progress()
+            case messages.PlacesTaken(n_places=n_places, dropped=dropped):
+                self._dropped_samples += dropped
+                self._scheduler.shift(n_places)
+                self._hand_over()
+            case messages.JobEnded(error=error):
+                if error is not None:
+                    raise error
+                self._ended_as = "the job succeeded"
+            case messages.Broken(exception=exception):
+                raise exception
+            case messages.WakeUp():
+                pass
+
+    def _on_result(self, result: RolloutResult) -> None:
+        task, group = result.task, result.sample_group
+        self._counts.retries += result.retries
+        self._watch.note_progress()
+        if result.error is not None or group.is_rejected:
+            self._count_loss(result.error)
+            self._scheduler.remove_task(task.id)
+        else:
+            stamp = result.starting_inference_version
+            reported = reported_version(group.samples)
+            version = next(v for v in (reported, stamp, task.starting_inference_version) if v is not None)
+            self._scheduler.set_task_version(task.id, version)
+            wire = [to_wire(sample, task_id=task.id, version=version) for sample in group.samples]
+            self._scheduler.add_sample_group(task.id, wire)
+        self._hand_over()
+
+    def _on_exception(self, message: RolloutException) -> None:
+        self._counts.retries += message.retries
+        if message.task is not None:
+            self._count_loss(message.exception)
+            self._scheduler.remove_task(message.task.id)
+            self._hand_over()
+        if getattr(message.exception, "remote_traceback", None):
+            message.exception.add_note(f"In the worker process:\n{message.traceback}")
+        raise message.exception
+
+    def _count_loss(self, error: BaseException | None) -> None:
+        if error is None:
+            self._counts.rejected += 1
+        elif isinstance(error, RolloutTimeout):
+            self._counts.timed_out += 1
+        else:
+            self._counts.failed += 1
+
+    def _on_version(self, version: int) -> None:
+        known = self._scheduler.inference_version
+        if known is not None and version < known:
+            logger.warning("The inference version went back from %d to %d", known, version)
+            self._scheduler.rollback_inference_version(version)
+        else:
+            self._scheduler.set_inference_version(version)
+        self._watch.note_progress()
+
+    def _hand_over(self) -> None:
+        """Ready samples go to the uploader; drops are logged."""
+        ready = self._scheduler.get_ready_samples()
+        if ready:
+            self._watch.note_accepted()
+            self._uploader.put(ready)
+        if self._scheduler.dropped_groups > self._counts.dropped_stale:
+            logger.info("%d groups were dropped as too stale so far", self._scheduler.dropped_groups)
+        self._counts.accepted = self._scheduler.accepted_groups
+        self._counts.dropped_stale = self._scheduler.dropped_groups
+        self._counts.surplus = self._scheduler.surplus_groups
+
+    # -- waiting
+
+    def _waiting_for(self) -> str:
+        """What would have to happen next, in words."""
+        parts = []
+        if self._uploader.backlog:
+            error = self._uploader.last_error
+            parts.append(f"upload of {self._uploader.backlog} samples" + (f" (last error: {error})" if error else ""))
+        ages = self._dispatcher.ages()
+        if ages:
+            oldest = sorted(ages.items(), key=lambda item: -item[1])[:5]
+            parts.append(f"{len(ages)} rollouts ({', '.join(f'{name} {age:.0f} s' for name, age in oldest)})")
+        elif self._scheduler.in_flight_task_ids:
+            parts.append(f"retries of {len(self._scheduler.in_flight_task_ids)} rollouts")
+        if self._is_drawing:
+            parts.append("tasks from the dataset")
+        if not parts:
+            version, batch = self._scheduler.inference_version, self._scheduler.current_batch_index
+            free = self._config.batch_size - self._scheduler.samples_in_current_batch
+            parts.append(f"a version above {version} (batch {batch} has {free} free places)")
+        return "; ".join(parts)
+
+    def _stalled(self, seconds: float) -> RolloutStalled:
+        c = self._counts
+        return RolloutStalled(
+            f"No sample was accepted for {seconds:.0f} s: {c.rejected} rejected, {c.failed} failed, "
+            f"{c.dropped_stale} dropped, {c.timed_out} timed out of {c.started} started; "
+            f"waiting for {self._waiting_for()}"
+        )
+
+    def _snapshot(self, cause: str) -> RunProgress:
+        in_flight, buffered = len(self._scheduler.in_flight_task_ids), self._scheduler.buffered_groups
+        return RunProgress(
+            counts=replace(self._counts, unfinished=in_flight + buffered),
+            batches_filled=self._filled,
+            num_batches=self._num_batches,
+            samples_in_batch=self._open_samples,
+            in_flight=in_flight,
+            buffered=buffered,
+            backlog=self._uploader.backlog,
+            inference_version=self._scheduler.inference_version,
+            seconds=time.monotonic() - self._began,
+            waiting_for=cause,
+        )
+
+    # -- the end
+
+    def _send_rest(self) -> None:
+        """Give the uploader `shutdown_timeout` to send what was accepted."""
+        deadline = time.monotonic() + self._config.shutdown_timeout
+        while self._uploader.backlog and self._uploader.is_alive() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if self._uploader.backlog:
+            logger.warning("Job %s: %d accepted samples are unsent", self._config.job_id, self._uploader.backlog)
+
+    def _shut_down(self, helpers: list[Any]) -> None:
+        deadline = time.monotonic() + self._config.shutdown_timeout
+        for helper in helpers:
+            helper.stop()
+        for helper in helpers:
+            helper.join(max(0.0, deadline - time.monotonic()))
+            if helper.is_alive():
+                logger.warning("Thread %s is still waiting; it is left behind", helper.name)
+
+    def _summary(self, reason: str) -> RunSummary:
+        summary = RunSummary(**vars(self._counts), seconds=time.monotonic() - self._began, reason=reason)
+        summary.batches_filled = self._filled
+        if hasattr(self, "_scheduler"):
+            summary.unfinished = len(self._scheduler.in_flight_task_ids) + self._scheduler.buffered_groups
+            summary.surplus_samples = self._scheduler.surplus_samples
+            summary.dropped_samples = self._dropped_samples
+            summary.unsent_samples = self._uploader.backlog
+            summary.batches_filled = self._uploader.position // self._config.batch_size
+        return summary

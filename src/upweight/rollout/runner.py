@@ -1,0 +1,100 @@
+"""The public face of a rollout run."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from queue import Queue
+from typing import Any
+
+from upweight.api_client import TokenFactory
+from upweight.rollout.config import RolloutConfig, check_config
+from upweight.rollout.dataset import DatasetProtocol
+from upweight.rollout.dispatcher import DEFAULT_QUEUE_GET_TIMEOUT, RolloutDispatcher
+from upweight.rollout.messages import RolloutRunnerInputs, WakeUp
+from upweight.rollout.run import Run
+from upweight.rollout.signals import stop_on_signals
+from upweight.rollout.summary import RunProgress, RunSummary
+from upweight.rollout.tracker import JobStatusTracker
+
+__all__ = [
+    "DEFAULT_QUEUE_GET_TIMEOUT",
+    "JobStatusTracker",
+    "RolloutDispatcher",
+    "RolloutRunner",
+    "RolloutRunnerInputs",
+    "RunProgress",
+    "RunSummary",
+]
+
+
+class RolloutRunner:
+    """Runs `rollout_fn` over tasks of `dataset` and uploads accepted samples to the job.
+
+    Args:
+        rollout_fn: called as `rollout_fn(task=<spec>, context=<RolloutContext>)`, plain or `async`; returns a
+            `SampleGroup` with exactly `num_samples_per_task` samples, or a rejected one.
+
+    Raises:
+        pydantic.ValidationError: the config is out of range.
+    """
+
+    def __init__(
+        self,
+        api_client: TokenFactory,
+        config: RolloutConfig,
+        rollout_fn: Callable[..., Any],
+        dataset: DatasetProtocol[Any],
+    ) -> None:
+        check_config(config)
+        self._api_client = api_client
+        self._config = config
+        self._rollout_fn = rollout_fn
+        self._dataset = dataset
+        self._stopping = threading.Event()
+        self._queue: Queue[Any] = Queue()
+        self._progress: RunProgress | None = None
+        self._stopped_by: str | None = None
+
+    def run(self) -> RunSummary:
+        """Feed the job until it is full, the data ends, or `stop()`, SIGINT or SIGTERM.
+
+        May be called again: each call resumes from the server's state.
+        """
+        self._queue = Queue()
+        self._progress = None
+        run = Run(
+            self._api_client,
+            self._config,
+            self._rollout_fn,
+            self._dataset,
+            self._stopping,
+            self._queue,
+            self._publish,
+        )
+        try:
+            with stop_on_signals(self._stop_by_signal):
+                summary = run.execute()
+            if self._stopped_by is not None and summary.reason == "stopped":
+                summary.reason = f"stopped by {self._stopped_by}"
+            return summary
+        finally:
+            self._stopping.clear()
+            self._stopped_by = None
+
+    def stop(self) -> None:
+        """End the run soon: accepted samples are uploaded, running rollouts abandoned. Thread-safe."""
+        self._stopping.set()
+        self._queue.put(WakeUp())
+
+    def progress(self) -> RunProgress | None:
+        """The latest snapshot of the run; None before the job is ready. Thread-safe."""
+        return self._progress
+
+    def _publish(self, progress: RunProgress) -> None:
+        self._progress = progress
+
+    def _stop_by_signal(self, name: str) -> None:
+        # Runs inside a signal handler: setting an event is safe there, a queue's lock might be held.
+        self._stopped_by = name
+        self._stopping.set()

@@ -1,0 +1,71 @@
+"""What a run reports, during and after."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass
+class GroupCounts:
+    """What became of the groups started. At the end of a run the fates add up to `started`; `retries` stand apart.
+
+    `accepted` groups were given places; `unfinished` ones were in flight or buffered when the run ended.
+    """
+
+    started: int = 0
+    accepted: int = 0
+    rejected: int = 0
+    failed: int = 0
+    timed_out: int = 0
+    dropped_stale: int = 0
+    surplus: int = 0
+    unfinished: int = 0
+    retries: int = 0
+
+    @property
+    def fates(self) -> int:
+        return (
+            self.accepted
+            + self.rejected
+            + self.failed
+            + self.timed_out
+            + self.dropped_stale
+            + self.surplus
+            + self.unfinished
+        )
+
+    @property
+    def fraction_accepted(self) -> float:
+        return self.accepted / self.started if self.started else 0.0
+
+
+@dataclass
+class RunSummary(GroupCounts):
+    """Result of `run()`. The sample counts concern accepted groups that were not stored in full.
+
+    `surplus_samples`: had no place in the last batch; `dropped_samples`: somebody else had taken their places;
+    `unsent_samples`: not uploaded when the run ended.
+    """
+
+    batches_filled: int = 0
+    seconds: float = 0.0
+    reason: str = ""
+    surplus_samples: int = 0
+    dropped_samples: int = 0
+    unsent_samples: int = 0
+
+
+@dataclass(frozen=True)
+class RunProgress:
+    """A snapshot of a run; `counts.unfinished` is what is in flight or buffered now."""
+
+    counts: GroupCounts
+    batches_filled: int
+    num_batches: int | None
+    samples_in_batch: int
+    in_flight: int
+    buffered: int
+    backlog: int
+    inference_version: int | None
+    seconds: float
+    waiting_for: str | None

@@ -1,0 +1,136 @@
+"""Polls the job's status: until it serves, and then for news.
+
+Invariants
+1. Polls are at least 10 ms apart; only changes are forwarded.
+2. A job that cannot be reached for `failure_timeout` s, refuses us, or ended is reported once; then polling stops.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from queue import Queue
+from typing import Any
+
+import httpx
+
+from upweight.api_client import APIError, BadRequestError, TokenFactory
+from upweight.api_client._retry import call_limits, is_retryable
+from upweight.api_client.models.rl_job import JobStatus
+from upweight.rollout.exceptions import JobInitializationTimeout, JobNotServing, JobUnavailable
+from upweight.rollout.messages import Broken, JobEnded
+from upweight.rollout.models import JobStatusUpdate
+
+logger = logging.getLogger(__name__)
+
+MIN_POLL_INTERVAL_S = 0.01
+
+
+def is_refusal(error: Exception) -> bool:
+    """Whether polling again cannot help: 400, 401, 403, 422 and their like."""
+    return isinstance(error, BadRequestError) and not is_retryable(error)
+
+
+def wait_until_ready(
+    api_client: TokenFactory, job_id: str, timeout: float | None, poll_interval: float, stopping: threading.Event
+) -> JobStatus | None:
+    """Poll until the status tells a version; None if `stopping` was set.
+
+    Raises:
+        JobInitializationTimeout: after `timeout` s (0 = one try), or at once when the server refuses.
+    """
+    began = time.monotonic()
+    deadline = None if timeout is None else began + timeout
+    last_error: Exception | None = None
+    while not stopping.is_set():
+        try:
+            with call_limits(deadline=deadline if timeout else None, cancelled=stopping, one_try=timeout == 0):
+                status = api_client.v1alpha1.fine_tuning.jobs.get_runtime_status(job_id=job_id)
+            if status.inference_version is not None:
+                return status
+            last_error = JobNotServing("inference_version is still null")
+        except (APIError, httpx.HTTPError) as error:
+            last_error = error
+        if is_refusal(last_error) or (deadline is not None and time.monotonic() >= deadline):
+            raise JobInitializationTimeout(job_id=job_id, timeout_seconds=timeout or 0, last_exception=last_error)
+        left = poll_interval if deadline is None else min(poll_interval, deadline - time.monotonic())
+        stopping.wait(max(MIN_POLL_INTERVAL_S, left))
+    return None
+
+
+class JobStatusTracker(threading.Thread):
+    """Puts a `JobStatusUpdate` for each new version; null versions are not forwarded. Times are in seconds."""
+
+    def __init__(
+        self,
+        job_id: str,
+        api_client: TokenFactory,
+        output_queue: Queue[Any],
+        poll_interval: float = 1.0,
+        *,
+        failure_timeout: float | None = None,
+    ) -> None:
+        if poll_interval < 0:
+            raise ValueError(f"poll_interval must be ≥ 0, got {poll_interval}")
+        super().__init__(name="rollout-tracker", daemon=True)
+        self._job_id = job_id
+        self._api = api_client
+        self._output = output_queue
+        self._interval = max(MIN_POLL_INTERVAL_S, poll_interval)
+        self._failure_timeout = failure_timeout
+        self._stopping = threading.Event()
+        self._last_version: int | None = None
+        self._failing_since: float | None = None
+
+    def stop(self) -> None:
+        self._stopping.set()
+
+    def run(self) -> None:
+        try:
+            while not self._stopping.is_set() and self._poll():
+                self._stopping.wait(self._interval)
+        except Exception as error:
+            logger.exception("The job status tracker died")
+            self._output.put(Broken(error))
+
+    def _poll(self) -> bool:
+        """One poll; False when there is no point in polling on."""
+        began = time.monotonic()
+        give_up = None if self._failure_timeout is None else (self._failing_since or began) + self._failure_timeout
+        try:
+            with call_limits(deadline=give_up, cancelled=self._stopping):
+                status = self._api.v1alpha1.fine_tuning.jobs.get_runtime_status(job_id=self._job_id)
+        except (APIError, httpx.HTTPError) as error:
+            return self._note_failure(began, error)
+        self._failing_since = None
+        if status.inference_version is not None and status.inference_version != self._last_version:
+            self._last_version = status.inference_version
+            self._output.put(JobStatusUpdate(inference_version=status.inference_version))
+        return self._note_state(status)
+
+    def _note_failure(self, began: float, error: Exception) -> bool:
+        if self._stopping.is_set():
+            return False
+        if self._failing_since is None:
+            self._failing_since = began
+            logger.warning("Job %s: status poll failed: %s: %s", self._job_id, type(error).__name__, error)
+        failing_for = time.monotonic() - self._failing_since
+        is_over = self._failure_timeout is not None and failing_for >= self._failure_timeout
+        if not is_over and not is_refusal(error):
+            return True
+        lost = JobUnavailable(f"Job {self._job_id}: no status for {failing_for:.1f} s; last error: {error}")
+        lost.__cause__ = error
+        self._output.put(JobEnded(lost))
+        return False
+
+    def _note_state(self, status: JobStatus) -> bool:
+        extra = status.model_extra or {}
+        state = extra.get("job_status")
+        if state in ("failed", "cancelled"):
+            self._output.put(JobEnded(JobUnavailable(f"Job {self._job_id} {state}: {extra.get('error')}")))
+        elif state == "succeeded":
+            self._output.put(JobEnded(None))
+        else:
+            return True
+        return False

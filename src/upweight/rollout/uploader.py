@@ -1,0 +1,308 @@
+"""Sends accepted samples in order, in a thread of its own.
+
+Invariants
+1. A sample is owned here, and on disk with a spool, until the server has acknowledged it; its id never changes.
+2. Samples enter places in the order in which they came; a batch never gets more than B of them.
+3. When somebody else filled places, a sample still enters no batch beyond its staleness bound: it is dropped, and told.
+4. A batch is opened as soon as the one before is full, but none after the last.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from queue import Queue
+from typing import Any
+
+import httpx
+
+from upweight.api_client import APIError, BadRequestError, NotFoundError, TokenFactory
+from upweight.api_client._retry import call_limits
+from upweight.api_client.models.rl_job import Batch, BatchStatus, Sample
+from upweight.rollout.exceptions import BatchSizeMismatch, UploadFailed
+from upweight.rollout.messages import Broken, PlacesTaken, Uploaded
+from upweight.rollout.spool import Spool
+from upweight.rollout.tracker import is_refusal
+
+logger = logging.getLogger(__name__)
+
+FIRST_WAIT_S = 1.0
+MAX_WAIT_S = 30.0
+
+
+@dataclass(frozen=True)
+class UploadPlan:
+    """Where uploads go. `num_batches` and `staleness` None = no bound; `timeout` in seconds of failing in a row."""
+
+    job_id: str
+    batch_size: int
+    num_batches: int | None
+    staleness: int | None
+    timeout: float
+
+    def fits(self, sample: Sample, place: int) -> bool:
+        """Whether a stamped sample may enter a place, by the end of the run and by its staleness."""
+        index = place // self.batch_size
+        if self.num_batches is not None and index >= self.num_batches:
+            return False
+        version: int = sample.debug_info["starting_inference_version"]
+        return self.staleness is None or index - 1 - version <= self.staleness
+
+
+def open_batch(api_client: TokenFactory, job_id: str, index: int) -> Batch:
+    """The batch as it is, opened if it was not."""
+    batches = api_client.v1alpha1.fine_tuning.jobs.batches
+    try:
+        return batches.get(job_id=job_id, batch_index=index)
+    except NotFoundError:
+        return batches.create(job_id=job_id, index=index)
+
+
+def check_told_size(batch_size: int, told: object) -> None:
+    """Raises `BatchSizeMismatch` when the server tells another capacity; one that tells none is fine."""
+    if isinstance(told, int) and told != batch_size:
+        raise BatchSizeMismatch(f"batch_size is {batch_size} here but {told} on the server; use {told}")
+
+
+def _is_conflict(error: Exception) -> bool:
+    return isinstance(error, BadRequestError) and error.response is not None and error.response.status_code == 409
+
+
+def _told_batch_size(refusal: BadRequestError) -> object:
+    try:
+        body = refusal.response.json() if refusal.response is not None else None
+    except ValueError:
+        return None
+    return body.get("batch_size") if isinstance(body, dict) else None
+
+
+def check_capacity(batch_size: int, batch: Batch) -> None:
+    """Raises `BatchSizeMismatch` when the batch shows that its capacity is not `batch_size`."""
+    check_told_size(batch_size, (batch.model_extra or {}).get("batch_size"))
+    count = batch.sample_count or 0
+    if count > batch_size or (batch.status is BatchStatus.filled and count < batch_size):
+        raise BatchSizeMismatch(
+            f"batch_size is {batch_size} here but batch {batch.index} on the server is {batch.status} "
+            f"with {count} samples; use the batch_size of the job"
+        )
+
+
+def send_spooled(api_client: TokenFactory, plan: UploadPlan, spool: Spool) -> int:
+    """Send what an earlier run left behind; returns how many samples were dropped as too stale.
+
+    The server may have stored some of them already, so each chunk is placed by the server's own count.
+    """
+    jobs, left, dropped = api_client.v1alpha1.fine_tuning.jobs, spool.load(), 0
+    if left:
+        logger.info("Job %s: %d samples of an earlier run are sent first", plan.job_id, len(left))
+    while left:
+        index = jobs.get_runtime_status(job_id=plan.job_id).filled_batches
+        is_open = plan.num_batches is None or index < plan.num_batches
+        taken = (open_batch(api_client, plan.job_id, index).sample_count or 0) if is_open else 0
+        place = index * plan.batch_size + taken
+        fitting = [sample for sample in left if plan.fits(sample, place)]
+        stale = [sample for sample in left if not plan.fits(sample, place)]
+        chunk = fitting[: plan.batch_size - taken]
+        if chunk:
+            jobs.batches.submit_samples(job_id=plan.job_id, batch_index=index, samples=chunk)
+        spool.remove([*chunk, *stale])
+        dropped += len(stale)
+        left = fitting[len(chunk) :]
+    return dropped
+
+
+class Uploader(threading.Thread):
+    """`position` counts the places of all batches: batch index · B + samples in it; `opened` is the last open batch."""
+
+    def __init__(
+        self,
+        api_client: TokenFactory,
+        plan: UploadPlan,
+        position: int,
+        output_queue: Queue[Any],
+        spool: Spool,
+        *,
+        opened: int,
+    ) -> None:
+        super().__init__(name="rollout-uploader", daemon=True)
+        self._api = api_client
+        self._plan = plan
+        self._position = position
+        self._output = output_queue
+        self._spool = spool
+        self._opened = opened
+        self._backlog: deque[Sample] = deque()
+        self._changed = threading.Condition()
+        self._stopping = threading.Event()
+        self._failing_since: float | None = None
+        self._failures = 0
+        self.last_error: str | None = None
+
+    def put(self, samples: Sequence[Sample]) -> None:
+        """Take over samples; ready ones go together, also with those that come while an upload is under way."""
+        self._spool.add(samples)
+        with self._changed:
+            self._backlog.extend(samples)
+            self._changed.notify()
+
+    @property
+    def backlog(self) -> int:
+        return len(self._backlog)
+
+    @property
+    def position(self) -> int:
+        """Places that the server is known to hold."""
+        return self._position
+
+    def unsent(self) -> list[Sample]:
+        with self._changed:
+            return list(self._backlog)
+
+    def stop(self) -> None:
+        """End now; what is unsent stays in `unsent()` (and on disk)."""
+        self._stopping.set()
+        with self._changed:
+            self._changed.notify()
+
+    def run(self) -> None:
+        try:
+            while self._wait_for_work():
+                self._try_step()
+        except Exception as error:
+            if not isinstance(error, UploadFailed | BatchSizeMismatch):
+                logger.exception("The uploader died")
+            self._output.put(Broken(error))
+
+    # -- one step
+
+    def _wait_for_work(self) -> bool:
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopping.is_set() or self._backlog or self._must_open)
+        return not self._stopping.is_set()
+
+    @property
+    def _batch_index(self) -> int:
+        return self._position // self._plan.batch_size
+
+    @property
+    def _must_open(self) -> bool:
+        n = self._plan.num_batches
+        return self._batch_index > self._opened and (n is None or self._batch_index < n)
+
+    def _try_step(self) -> None:
+        deadline = (self._failing_since or time.monotonic()) + self._plan.timeout
+        try:
+            with call_limits(deadline=deadline, cancelled=self._stopping):
+                self._step()
+            self._failing_since, self._failures, self.last_error = None, 0, None
+        except (APIError, httpx.HTTPError) as error:
+            self._note_failure(error)
+
+    def _step(self) -> None:
+        batches = self._api.v1alpha1.fine_tuning.jobs.batches
+        index, taken = divmod(self._position, self._plan.batch_size)
+        if self._must_open:
+            batch = batches.create(job_id=self._plan.job_id, index=index)
+            self._opened = index
+            self._note_count(batch, index, taken)
+            return
+        if self._plan.num_batches is not None and index >= self._plan.num_batches:
+            self._drop(list(self._backlog), 0)
+            return
+        with self._changed:
+            chunk = [self._backlog[i] for i in range(min(len(self._backlog), self._plan.batch_size - taken))]
+        try:
+            batch = batches.submit_samples(job_id=self._plan.job_id, batch_index=index, samples=chunk)
+        except BadRequestError as error:
+            if not _is_conflict(error):
+                raise
+            self._resynchronise(error)
+            return
+        self._acknowledge(chunk)
+        self._note_count(batch, index, taken + len(chunk))
+
+    def _acknowledge(self, chunk: Sequence[Sample]) -> None:
+        with self._changed:
+            for _ in chunk:
+                self._backlog.popleft()
+        self._spool.remove(chunk)
+        self._position += len(chunk)
+
+    def _note_count(self, batch: Batch, index: int, expected: int) -> None:
+        """Compare the server's count with ours: a larger one moves ours up, a smaller one is only logged."""
+        count = expected if batch.sample_count is None else batch.sample_count
+        check_capacity(self._plan.batch_size, batch)
+        if count < expected:
+            logger.warning("Batch %d: the server counts %d samples, %d were expected", index, count, expected)
+        elif count > expected:
+            self._make_room(count - expected)
+        self._tell()
+
+    def _tell(self) -> None:
+        filled, open_samples = divmod(self._position, self._plan.batch_size)
+        self._output.put(Uploaded(filled, open_samples))
+
+    # -- somebody else fills the job too
+
+    def _resynchronise(self, refusal: BadRequestError) -> None:
+        """After a 409: read where the job stands and go on there."""
+        check_told_size(self._plan.batch_size, _told_batch_size(refusal))
+        jobs, job_id = self._api.v1alpha1.fine_tuning.jobs, self._plan.job_id
+        index = jobs.get_runtime_status(job_id=job_id).filled_batches
+        n = self._plan.num_batches
+        count = 0 if n is not None and index >= n else open_batch(self._api, job_id, index).sample_count or 0
+        foreign = index * self._plan.batch_size + count - self._position
+        if foreign <= 0:
+            raise refusal
+        logger.warning("Job %s: %d places were filled by somebody else", job_id, foreign)
+        self._opened = max(self._opened, index)
+        self._make_room(foreign)
+        self._tell()
+
+    def _make_room(self, foreign: int) -> None:
+        self._position += foreign
+        place, dropped = self._position, []
+        with self._changed:
+            waiting = list(self._backlog)
+        for sample in waiting:
+            if self._plan.fits(sample, place):
+                place += 1
+            else:
+                dropped.append(sample)
+        self._drop(dropped, foreign)
+
+    def _drop(self, dropped: Sequence[Sample], foreign: int) -> None:
+        ids = {sample.id for sample in dropped}
+        with self._changed:
+            kept = [sample for sample in self._backlog if sample.id not in ids]
+            self._backlog.clear()
+            self._backlog.extend(kept)
+        self._spool.remove(dropped)
+        self._output.put(PlacesTaken(foreign - len(dropped), len(dropped)))
+
+    # -- failures
+
+    def _note_failure(self, error: Exception) -> None:
+        if self._stopping.is_set():
+            return
+        now = time.monotonic()
+        self._failing_since = self._failing_since or now
+        self._failures += 1
+        self.last_error = f"{type(error).__name__}: {error}"
+        is_conflict = _is_conflict(error)
+        if isinstance(error, NotFoundError):
+            self._opened = self._batch_index - 1  # open it again
+        failing_for = now - self._failing_since
+        if failing_for >= self._plan.timeout or (is_refusal(error) and not is_conflict):
+            unsent = self.unsent()
+            raise UploadFailed(
+                f"Job {self._plan.job_id}: {len(unsent)} samples unsent after {failing_for:.0f} s; last error: {self.last_error}",
+                unsent,
+            ) from error
+        wait = min(MAX_WAIT_S, FIRST_WAIT_S * 2 ** (self._failures - 1), self._plan.timeout - failing_for)
+        logger.warning("Job %s: upload failed (%s); next try in %.1f s", self._plan.job_id, self.last_error, wait)
+        self._stopping.wait(wait)
