@@ -60,7 +60,7 @@ def linear(x: jax.Array, weight: jax.Array, lora: dict[str, jax.Array] | None, s
     y = x @ weight
     if lora is None:
         return y
-    return y + ((x @ lora["a"]) @ lora["b"]) * jnp.asarray(scale, y.dtype)
+    return y + (((x @ lora["a"]) @ lora["b"]) * scale).astype(y.dtype)
 
 
 def decoder_layer(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from upweight.errors import ConfigError
 from upweight.models.config import DecoderConfig
 from upweight.models.decoder import layer_shapes
 from upweight.models.layers import Params
@@ -20,7 +21,9 @@ TARGETS: dict[str, tuple[str, ...]] = {
 
 
 def init_adapter(config: DecoderConfig, key: jax.Array, *, rank: int, targets: str = "all-linear") -> Params:
-    """a uniform in ±1/√in, b zero."""
+    """a uniform in ±1/√in, b zero; float32. `ConfigError` for targets that are not in `TARGETS`."""
+    if targets not in TARGETS:
+        raise ConfigError(f"lora.targets {targets!r} is not known; known: {', '.join(TARGETS)}")
     shapes = {name: shape for name, shape in layer_shapes(config).items() if name in TARGETS[targets]}
 
     def one(key: jax.Array, rows: int, columns: int) -> Params:
@@ -39,9 +42,13 @@ def init_adapter(config: DecoderConfig, key: jax.Array, *, rank: int, targets: s
 
 @jax.jit
 def merge(params: Params, adapter: Params, scale: float) -> Params:
-    """The parameters that a plain forward pass needs to act as base + adapter: W + scale·a b."""
+    """The parameters that a plain forward pass needs to act as base + adapter: W + scale·a b, in W's dtype."""
     layers = []
     for layer, low in zip(params["layers"], adapter["layers"], strict=True):
-        merged = {name: layer[name] + scale * (pair["a"] @ pair["b"]) for name, pair in low.items()}
+        merged = {name: _merged(layer[name], pair, scale) for name, pair in low.items()}
         layers.append({**layer, **merged})
     return {**params, "layers": layers}
+
+
+def _merged(weight: jax.Array, pair: Params, scale: float) -> jax.Array:
+    return (weight + scale * (pair["a"] @ pair["b"])).astype(weight.dtype)

@@ -27,15 +27,21 @@ def target_logprobs(
     if count <= CHUNK:
         logprobs, spread = one((hidden_NH, target_N, temperature_N))
     else:
-        chunks = jax.tree.map(
-            lambda x: x.reshape(count // CHUNK, CHUNK, *x.shape[1:]), (hidden_NH, target_N, temperature_N)
-        )
-        logprobs, spread = jax.tree.map(lambda x: x.reshape(count), jax.lax.map(jax.checkpoint(one), chunks))
+        inputs = (hidden_NH, target_N, temperature_N)
+        chunks = jax.tree.map(lambda x: _whole_chunks(x).reshape(-1, CHUNK, *x.shape[1:]), inputs)
+        logprobs, spread = jax.tree.map(lambda x: x.reshape(-1)[:count], jax.lax.map(jax.checkpoint(one), chunks))
     return logprobs, spread if entropy else None
+
+
+def _whole_chunks(x: jax.Array) -> jax.Array:
+    """Fills up the last chunk with copies of the last entry (a temperature of 0 would not be finite)."""
+    missing = -x.shape[0] % CHUNK
+    return jnp.concatenate([x, jnp.repeat(x[-1:], missing, axis=0)]) if missing else x
 
 
 def _entropy(logits: jax.Array, total: jax.Array) -> jax.Array:
     """−Σ p log p per row, with 0·log 0 = 0."""
     logp = logits - total[:, None]
     p = jnp.exp(logp)
-    return -jnp.sum(jnp.where(p > 0, p * logp, 0.0), axis=-1)
+    # log p is replaced before the product, so that its −inf reaches neither value nor gradient.
+    return -jnp.sum(p * jnp.where(p > 0, logp, 0.0), axis=-1)

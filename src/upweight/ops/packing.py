@@ -152,8 +152,8 @@ def _lay_out(batch: TrainBatch, rows: list[list[_Block]], width: int) -> PackedB
                 begin = r * width + at
                 put(rest, len(block.context), part)
                 for j in np.flatnonzero(batch.mask[rest]):
-                    query = context_end if j == 0 else begin + int(j) - 1
-                    targets.append((query, int(rest[j]), sample))
+                    asks = context_end if j == 0 else begin + int(j) - 1
+                    targets.append((asks, int(rest[j]), sample))
     count = power_bucket(len(targets))
     query, source, sample_of = np.zeros((3, count), np.int32)
     if targets:

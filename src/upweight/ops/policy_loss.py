@@ -19,7 +19,7 @@ LOG_RATIO_LIMIT = 20.0
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Static bounds of a loss. clip: ratio in [1 − low, 1 + high]; cispo_max: cap of its weight."""
+    """Static bounds of a loss. clip: ratio in [1 − low, 1 + high]; cispo_max: cap of its weight; `sample` < num_samples."""
 
     low: float = 0.2
     high: float = 0.2
@@ -37,7 +37,9 @@ def log_ratio(lp: jax.Array, old: jax.Array, trained: jax.Array) -> jax.Array:
     return jnp.clip(masked(lp, trained) - masked(old, trained), -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
-def _clipped(ratio: jax.Array, advantage: jax.Array, limits: Limits) -> jax.Array:
+def _clipped(ratio: jax.Array, advantage: jax.Array, trained: jax.Array, limits: Limits) -> jax.Array:
+    # A ratio that a sequence shares gets gradients from its masked places too: their advantage must be 0 there, not NaN.
+    advantage = masked(advantage, trained)
     return -jnp.minimum(ratio * advantage, jnp.clip(ratio, 1 - limits.low, 1 + limits.high) * advantage)
 
 
@@ -45,7 +47,7 @@ def clip_token(
     lp: jax.Array, old: jax.Array, advantage: jax.Array, trained: jax.Array, sample: jax.Array, limits: Limits
 ) -> jax.Array:
     """−min(ρÂ, clip(ρ, 1−ε, 1+ε_high)Â), ρ per token (PPO, Schulman et al. 2017)."""
-    return masked(_clipped(jnp.exp(log_ratio(lp, old, trained)), advantage, limits), trained)
+    return masked(_clipped(jnp.exp(log_ratio(lp, old, trained)), advantage, trained, limits), trained)
 
 
 def clip_sequence(
@@ -54,7 +56,7 @@ def clip_sequence(
     """The same with one ratio a sequence, exp(mean log-ratio) (GSPO, Zheng et al. 2025)."""
     total, count = _per_sample(log_ratio(lp, old, trained), trained, sample, limits.num_samples)
     ratio = jnp.exp(total / jnp.maximum(count, 1.0))[sample]
-    return masked(_clipped(ratio, advantage, limits), trained)
+    return masked(_clipped(ratio, advantage, trained, limits), trained)
 
 
 def clip_sequence_sum(
@@ -66,7 +68,7 @@ def clip_sequence_sum(
     """
     total, count = _per_sample(log_ratio(lp, old, trained), trained, sample, limits.num_samples)
     ratio = jnp.exp(jnp.clip(total, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))[sample]
-    return masked(_clipped(ratio, advantage, limits) / jnp.maximum(count, 1.0)[sample], trained)
+    return masked(_clipped(ratio, advantage, trained, limits) / jnp.maximum(count, 1.0)[sample], trained)
 
 
 def cispo(

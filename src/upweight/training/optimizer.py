@@ -9,10 +9,10 @@ from upweight.training.settings import PolicySettings
 
 
 def learning_rate(settings: PolicySettings) -> optax.Schedule:
-    """Steps made so far → learning rate. `linear` and `cosine` fall to 0 over the job's batches; without a number of
+    """Updates made so far → learning rate. `linear` and `cosine` fall to 0 over the job's batches; without a number of
     batches there is no end to fall to, and the rate stays constant."""
     peak, warmup, total = settings.learning_rate, settings.warmup_steps, settings.total_steps
-    steps = None if total is None else max(1, total * settings.epochs - warmup)
+    steps = None if total is None else max(1, total * settings.updates_per_batch - warmup)
     if settings.lr_schedule == "constant" or steps is None:
         after = optax.constant_schedule(peak)
     elif settings.lr_schedule == "linear":
@@ -20,7 +20,7 @@ def learning_rate(settings: PolicySettings) -> optax.Schedule:
     elif settings.lr_schedule == "cosine":
         after = optax.cosine_decay_schedule(peak, steps)
     else:
-        raise ConfigError(f"lr_schedule {settings.lr_schedule!r} is not known; known: constant, linear, cosine")
+        raise ConfigError(f"lr_schedule {settings.lr_schedule!r} has no formula here")
     if warmup == 0:
         return after
     # The first step already moves: rate (i + 1)/warmup of the peak.

@@ -24,7 +24,7 @@ Metrics = dict[str, jax.Array]
 
 
 class Packed(NamedTuple):
-    """Device form of `ops.packing.PackedBatch` with the per-target numbers of the loss; N targets."""
+    """`ops.packing.PackedBatch` with the per-target numbers of the loss, as a compiled step takes it; N targets."""
 
     tokens: jax.Array  # int32 [R,T]
     positions: jax.Array  # int32 [R,T]

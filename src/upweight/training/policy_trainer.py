@@ -10,7 +10,8 @@ Invariants:
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,11 +19,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from upweight.errors import TrainingError
 from upweight.models.config import DecoderConfig
 from upweight.models.layers import Params
 from upweight.models.lora import init_adapter, merge
 from upweight.ops.advantages import ADVANTAGES, group_stats
-from upweight.ops.packing import PackedBatch, pack
+from upweight.ops.packing import PackedBatch, pack, power_bucket
 from upweight.ops.policy_loss import AGGREGATIONS
 from upweight.ops.samples import TrainBatch
 from upweight.training.microbatches import split_rows
@@ -30,7 +32,11 @@ from upweight.training.optimizer import learning_rate, make_optimizer
 from upweight.training.policy_step import Packed, make_apply, make_gradient, make_score
 from upweight.training.settings import PolicySettings
 
+MAX_ROW = 4096  # longest row that samples sharing a context are packed into
 REMAT_TOKENS = 2048  # above this many tokens a micro-batch trades a second forward pass for its activations
+
+
+ARRAYS = ("trainable", "optimizer_state")  # entries of a trainer's state that are trees of arrays
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,20 +87,42 @@ class PolicyTrainer:
             return self.trainable
         return merge(self._start, self.trainable, self.settings.lora.scale)
 
+    def state(self, *, copy: bool = True) -> dict[str, Any]:
+        """What a later run needs to go on bit for bit, beside the start model and the settings.
+
+        `trainable` and `optimizer_state` are trees of arrays, `version` and `updates` ints. Without `copy` the optimizer's
+        arrays are those of the trainer, which the next `train` deletes.
+        """
+        trees = {"trainable": self.trainable, "optimizer_state": self.optimizer_state}
+        if copy:
+            trees = jax.tree.map(jnp.copy, trees)
+        return {**trees, "version": self.version, "updates": self.updates}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Takes over a copy of `state`; `TrainingError` naming the first array that this trainer has no place for."""
+        mine = self.state(copy=False)
+        _check_same_form({name: mine[name] for name in ARRAYS}, {name: state[name] for name in ARRAYS})
+        # Placed like the arrays they replace: optimizer state is donated later and must not be the caller's.
+        trees = {name: jax.tree.map(_copy_like, state[name], mine[name]) for name in ARRAYS}
+        self.trainable, self.optimizer_state = trees["trainable"], trees["optimizer_state"]
+        self.version, self.updates = int(state["version"]), int(state["updates"])
+
     @functools.lru_cache(maxsize=8)  # noqa: B019 - one trainer lives as long as its process
     def _gradient(self, num_samples: int, remat: bool) -> Callable[..., Any]:
         return make_gradient(self.config, self.settings, num_samples, remat=remat)
 
     def train(self, batch: TrainBatch) -> StepReport:
-        """One version from one batch; never raises for what a sample holds."""
+        """One version from one batch; never raises for what a sample holds. Metrics that are not finite are left out."""
         advantages, fates = self._advantages(batch)
         active = np.flatnonzero([fate in ("trained", "zero_advantage") for fate in fates])
         metrics = _batch_metrics(batch, advantages, fates)
         skipped = False
-        if "trained" in fates or (self.settings.beta > 0 and len(active)):
+        regularised = self.settings.beta > 0 or self.settings.entropy_coeff > 0
+        if "trained" in fates or (regularised and len(active)):
             step_metrics, skipped = self._update(batch.select(active), advantages[active])
             metrics |= step_metrics
         metrics["update_skipped"] = float(skipped)
+        metrics = {name: value for name, value in metrics.items() if np.isfinite(value)}
         self.version += 1
         return StepReport(version=self.version, skipped=skipped, metrics=metrics, fates=fates)
 
@@ -106,9 +134,11 @@ class PolicyTrainer:
             advantages = ADVANTAGES[settings.preset.advantage](batch.reward, batch.group)
         starts = batch.starts
         fates = []
+        advantages = np.where(_unusable(batch), np.float32(np.nan), advantages)
         for i, advantage in enumerate(advantages):
             length = int(batch.lengths[i])
-            if length > self.config.max_context:
+            ids = batch.token_ids[starts[i] : starts[i + 1]]
+            if length > self.config.max_context or ((ids < 0) | (ids >= self.config.vocab_size)).any():
                 fates.append("refused")
             elif not batch.mask[starts[i] + 1 : starts[i + 1]].any():
                 fates.append("masked")
@@ -122,14 +152,15 @@ class PolicyTrainer:
         everything = np.arange(batch.num_samples)
         old = self._flat_scores(batch, everything, self.trainable, self._frozen) if several else None
         reference = self._reference_scores(batch) if self.settings.beta > 0 else None
-        metrics: dict[str, float] = {}
-        skipped = False
-        for epoch in range(self.settings.epochs):
+        reports: list[dict[str, float]] = []
+        for _ in range(self.settings.epochs):
             for part in parts:
-                report, was_skipped = self._one_update(batch, advantages, part, old, reference)
-                skipped |= was_skipped
-                metrics = metrics or report if epoch == 0 else {**metrics, "loss": report["loss"]}
-        return metrics, skipped
+                report, logprobs = self._one_update(batch, advantages, part, old, reference)
+                reports.append(report)
+        metrics = _join_reports(reports, self.settings.epochs)
+        skipped = metrics.pop("skipped") > 0
+        # Of the weights before the first update, which are those that may have sampled.
+        return metrics | _mismatch(batch, logprobs if old is None else old, self.version), skipped
 
     def _one_update(
         self,
@@ -138,13 +169,13 @@ class PolicyTrainer:
         part: np.ndarray,
         old: np.ndarray | None,
         reference: np.ndarray | None,
-    ) -> tuple[dict[str, float], bool]:
+    ) -> tuple[dict[str, float], np.ndarray]:
         layout, pieces = self._pieces(batch, part, advantages, old, reference)
         total: Any = None
         sums: dict[str, Any] = {}
         logprobs = np.full(len(batch.token_ids), np.nan, np.float32)
         for rows, packed in pieces:
-            gradient = self._gradient(batch.num_samples, rows.tokens.size > REMAT_TOKENS)
+            gradient = self._gradient(power_bucket(batch.num_samples, 8), rows.tokens.size > REMAT_TOKENS)
             grads, metrics, lp = gradient(self.trainable, self._frozen, packed)
             total = grads if total is None else self._add(total, grads)
             for name, value in metrics.items():
@@ -161,8 +192,7 @@ class PolicyTrainer:
         self.updates += int(applied)
         report = {name: float(value) for name, value in sums.items()}
         report |= {"grad_norm": float(norm), "learning_rate": rate, "num_tokens": float(layout.weight.sum())}
-        report |= {"packed_tokens": float(layout.num_tokens)}
-        return report | _mismatch(batch, logprobs, self.version), not bool(applied)
+        return report | {"packed_tokens": float(layout.num_tokens), "skipped": float(not applied)}, logprobs
 
     def _pieces(
         self,
@@ -173,7 +203,7 @@ class PolicyTrainer:
         reference: np.ndarray | None,
     ) -> tuple[PackedBatch, list[tuple[PackedBatch, Packed]]]:
         """Packs the samples `part` of the batch and cuts the rows into micro-batches; indices refer to the whole batch."""
-        layout = pack(batch, only=part)
+        layout = pack(batch, only=part, max_row=min(MAX_ROW, self.microbatch_tokens))
         num_tokens = int(layout.weight.sum())
         num_sequences = len(np.unique(layout.sample[layout.weight > 0]))
         aggregation = AGGREGATIONS[self.settings.preset.aggregation]
@@ -183,24 +213,24 @@ class PolicyTrainer:
         unknown = np.full(len(batch.token_ids), np.nan, np.float32)
         pieces = []
         for rows in split_rows(layout, self.microbatch_tokens):
-            packed = Packed(
-                tokens=rows.tokens,
-                positions=rows.positions,
-                block=rows.block,
-                segment=rows.segment,
-                query=rows.query,
-                target=rows.target,
-                sample=rows.sample,
-                trained=rows.weight,
-                temperature=temperature[rows.sample],
-                advantage=advantages[rows.sample].astype(np.float32),
-                behaviour=behaviour[rows.source],
-                old=(unknown if old is None else old)[rows.source],
-                reference=(unknown if reference is None else reference)[rows.source],
-                divisor=np.float32(divisor),
-                num_trained=np.float32(max(num_tokens, 1)),
-            )
-            pieces.append((rows, packed))
+            arrays: dict[str, Any] = {
+                "tokens": rows.tokens,
+                "positions": rows.positions,
+                "block": rows.block,
+                "segment": rows.segment,
+                "query": rows.query,
+                "target": rows.target,
+                "sample": rows.sample,
+                "trained": rows.weight,
+                "temperature": temperature[rows.sample],
+                "advantage": advantages[rows.sample].astype(np.float32),
+                "behaviour": behaviour[rows.source],
+                "old": (unknown if old is None else old)[rows.source],
+                "reference": (unknown if reference is None else reference)[rows.source],
+                "divisor": np.float32(divisor),
+                "num_trained": np.float32(max(num_tokens, 1)),
+            }
+            pieces.append((rows, Packed(**arrays)))
         return layout, pieces
 
     def _flat_scores(self, batch: TrainBatch, part: np.ndarray, trainable: Params, frozen: Params | None) -> np.ndarray:
@@ -217,9 +247,42 @@ class PolicyTrainer:
         """Log-probs under the start model; with LoRA that is the base with a zero adapter."""
         everything = np.arange(batch.num_samples)
         if self.settings.lora is None:
+            assert self._start is not None
             return self._flat_scores(batch, everything, self._start, None)
         zero = jax.tree.map(jnp.zeros_like, self.trainable)
         return self._flat_scores(batch, everything, zero, self._start)
+
+
+def _join_reports(reports: list[dict[str, float]], epochs: int) -> dict[str, float]:
+    """One report of all updates of a batch: token counts of one pass, greatest of a maximum, last rate, else token means."""
+    weights = [report["num_tokens"] for report in reports]
+    joined = {}
+    for name in reports[0]:
+        values = [report[name] for report in reports]
+        if name in ("num_tokens", "packed_tokens"):
+            joined[name] = sum(values) / epochs
+        elif name == "skipped" or name.endswith("_max"):
+            joined[name] = max(values)
+        else:
+            joined[name] = values[-1] if name == "learning_rate" else float(np.average(values, weights=weights))
+    return joined
+
+
+def _check_same_form(mine: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    wanted, found = (
+        {jax.tree_util.keystr(path): np.shape(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+        for tree in (mine, given)
+    )
+    for name in wanted.keys() | found.keys():
+        if wanted.get(name) != found.get(name):
+            raise TrainingError(
+                f"state{name} has shape {found.get(name, 'none')}, the trainer needs {wanted.get(name, 'none')}: "
+                "build the trainer with the model and settings that the state was saved with"
+            )
+
+
+def _copy_like(new: Any, old: jax.Array) -> jax.Array:
+    return jnp.array(new, old.dtype, copy=True)
 
 
 def _minibatches(count: int, size: int | None) -> list[np.ndarray]:
@@ -239,10 +302,16 @@ def _behaviour(batch: TrainBatch) -> np.ndarray:
     return np.where(filtered, raw, batch.logprobs).astype(np.float32)
 
 
+def _unusable(batch: TrainBatch) -> np.ndarray:
+    """bool [n]: samples with a trained token whose uploaded log-prob is not finite. They spoil the update, visibly."""
+    bad = (batch.mask > 0) & ~np.isfinite(batch.logprobs) & ~np.repeat(batch.filtered > 0, batch.lengths)
+    return np.bincount(np.repeat(np.arange(batch.num_samples), batch.lengths)[bad], minlength=batch.num_samples) > 0
+
+
 def _mismatch(batch: TrainBatch, logprobs: np.ndarray, version: int) -> dict[str, float]:
     """|Δlog-prob| between sampler and trainer over tokens that this very version sampled; absent without such tokens."""
     on_policy = (batch.versions == version) & np.isfinite(logprobs)
-    gap = np.abs(logprobs - _behaviour(batch))[on_policy]
+    gap = np.abs(logprobs[on_policy] - _behaviour(batch)[on_policy])
     gap = gap[np.isfinite(gap)]
     metrics = {"on_policy_tokens": float(len(gap))}
     if len(gap):
@@ -251,13 +320,13 @@ def _mismatch(batch: TrainBatch, logprobs: np.ndarray, version: int) -> dict[str
 
 
 def _batch_metrics(batch: TrainBatch, advantages: np.ndarray, fates: list[str]) -> dict[str, float]:
-    trained_tokens = np.add.reduceat(batch.mask.astype(np.int64), batch.starts[:-1])
+    trained_tokens = np.diff(np.concatenate([[0], np.cumsum(batch.mask, dtype=np.int64)])[batch.starts])
     _, _, counts, flat = group_stats(batch.reward, batch.group)
     groups = len(np.unique(batch.group))
     zero_groups = len(np.unique(batch.group[flat & (counts > 1)]))
     return {
         "normalized_reward_mean": float(batch.reward.mean()),
-        "advantage_std": float(advantages.std()),
+        "advantage_std": float(advantages.std()) if np.isfinite(advantages).all() else math.nan,
         "response_length_mean": float(trained_tokens.mean()),
         "samples_trained": float(sum(fate == "trained" for fate in fates)),
         "groups": float(groups),
