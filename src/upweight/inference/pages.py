@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-
 _EVICT_AHEAD = 256
 
 

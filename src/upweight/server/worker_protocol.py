@@ -21,12 +21,14 @@ Invariants:
 from __future__ import annotations
 
 import io
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from enum import StrEnum
 from typing import Any
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
+
+from upweight.ops.samples import TrainBatch
 
 
 class WorkerMode(StrEnum):
@@ -89,27 +91,6 @@ class TrainResult(BaseModel):
 class CheckpointResult(BaseModel):
     path: str
     version: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainBatch:
-    """One filled batch of n samples, T = total tokens of all samples laid end to end in order of acceptance."""
-
-    lengths: np.ndarray  # int32 [n]
-    token_ids: np.ndarray  # int32 [T]
-    logprobs: np.ndarray  # float32 [T], behaviour logprobs as uploaded; 0 on context
-    mask: np.ndarray  # uint8 [T]
-    reward: np.ndarray  # float32 [n], normalized_reward
-    group: np.ndarray  # int32 [n], dense number of debug_info["task_id"]; a sample without one is its own group
-    temperature: np.ndarray  # float32 [n], of the joined completion, else the job's default
-    raw_logprobs: np.ndarray  # float32 [T], NaN where unknown
-    versions: np.ndarray  # int32 [T], version that sampled each token, -1 on context and where unknown
-    filtered: np.ndarray  # uint8 [n], sampled with top-k, top-p, min-p or penalties
-    matched: np.ndarray  # uint8 [n], joined to completions that this server served
-
-    @property
-    def num_samples(self) -> int:
-        return len(self.lengths)
 
 
 def encode_batch(batch: TrainBatch) -> bytes:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from starlette.applications import Starlette
@@ -78,8 +78,7 @@ class Handlers:
 
     async def models(self, request: Request) -> Response:
         data = [
-            {"id": name, "object": "model", "created": 0, "owned_by": "upweight"}
-            for name in self.core.spec.model_names
+            {"id": name, "object": "model", "created": 0, "owned_by": "upweight"} for name in self.core.spec.model_names
         ]
         return _json({"object": "list", "data": data})
 
@@ -205,5 +204,3 @@ def _error(status: int, message: str, field: str | None, headers: dict[str, str]
     kind = "invalid_request_error" if status < 500 else "server_error"
     body = {"detail": message, "error": {"message": message, "type": kind, "param": field, "code": None}}
     return JSONResponse(body, status, headers)
-
-

@@ -63,7 +63,9 @@ def parse_text(body: Mapping[str, Any], tokenizer: Tokenizer, default_tokens: in
     wanted = body.get("logprobs")
     if wanted is not None and wanted is not False and wanted > 1:
         raise RequestError(f"logprobs is {wanted}; alternatives are not offered yet, use 0 or 1", field="logprobs")
-    return _asked(body, _prompts(body.get("prompt"), tokenizer), default_tokens, wanted is not None and wanted is not False)
+    return _asked(
+        body, _prompts(body.get("prompt"), tokenizer), default_tokens, wanted is not None and wanted is not False
+    )
 
 
 def _prompts(prompt: Any, tokenizer: Tokenizer) -> list[list[int]]:
