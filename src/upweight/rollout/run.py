@@ -12,8 +12,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from queue import Empty, Queue
 from typing import Any
 
@@ -25,6 +25,7 @@ from upweight.rollout.config import RolloutConfig
 from upweight.rollout.context import RolloutContext
 from upweight.rollout.dataset import DatasetProtocol
 from upweight.rollout.dispatcher import DEFAULT_QUEUE_GET_TIMEOUT, RolloutDispatcher
+from upweight.rollout.evaluation import EvaluationSchedule, Evaluator
 from upweight.rollout.exceptions import DatasetExhausted, RolloutStalled, RolloutTimeout
 from upweight.rollout.feeder import DatasetFeeder
 from upweight.rollout.models import JobStatusUpdate, RolloutException, RolloutResult, Task
@@ -41,6 +42,15 @@ logger = logging.getLogger(__name__)
 MAX_BACKLOG_BATCHES = 4  # unsent batches beyond which no rollout is started
 
 
+@dataclass(frozen=True)
+class EvaluationPlan:
+    """Held-out tasks, what scores one of them, and how many versions apart (None = only at both ends)."""
+
+    tasks: Iterable[Any]
+    eval_fn: Callable[..., Any]
+    every: int | None
+
+
 class Run:
     """State of one run; `stopping` and `queue` are how other threads reach it."""
 
@@ -53,6 +63,7 @@ class Run:
         stopping: threading.Event,
         queue: Queue[Any],
         publish: Callable[[RunProgress], None],
+        evaluation: EvaluationPlan | None = None,
     ) -> None:
         self._api, self._config, self._rollout_fn, self._dataset = api_client, config, rollout_fn, dataset
         self._stopping, self._queue, self._publish = stopping, queue, publish
@@ -68,6 +79,11 @@ class Run:
         self._filled = self._open_samples = 0
         self._num_batches = config.num_batches
         self._watch = WaitWatch()
+        self._evaluation: EvaluationSchedule | None = None
+        if evaluation is not None:
+            places = max(1, config.max_concurrency)
+            evaluator = Evaluator(evaluation.tasks, evaluation.eval_fn, self._context, places, queue)
+            self._evaluation = EvaluationSchedule(evaluator, evaluation.every)
 
     # -- life cycle
 
@@ -110,7 +126,10 @@ class Run:
             self._config.status_polling_interval,
             failure_timeout=self._config.status_failure_timeout,
         )
-        helpers = [self._uploader, self._dispatcher, self._feeder, self._tracker]
+        helpers: list[Any] = [self._uploader, self._dispatcher, self._feeder, self._tracker]
+        if self._evaluation is not None and status.inference_version is not None:
+            helpers.append(self._evaluation.evaluator)
+            self._evaluation.note_version(status.inference_version)
         for helper in helpers:
             helper.start()
         try:
@@ -130,11 +149,13 @@ class Run:
             cause = self._waiting_for()
             self._publish(self._snapshot(cause))
             reason = self._reason_to_end()
-            if reason is not None:
+            if reason is not None and self._is_evaluated:
                 return reason
             self._watch.check(cause, self._config.no_progress_timeout, self._stalled)
+            began = time.monotonic()
             try:
                 message = self._queue.get(timeout=DEFAULT_QUEUE_GET_TIMEOUT)
+                self._watch.wait(self._kind_of_wait(), time.monotonic() - began)
                 while True:  # handle all that is there before starting anything
                     self._handle(message)
                     message = self._queue.get_nowait()
@@ -153,6 +174,14 @@ class Run:
         if self._is_source_dry and not self._scheduler.in_flight_task_ids and not self._drawn:
             return self._end_of_data()
         return None
+
+    @property
+    def _is_evaluated(self) -> bool:
+        """Whether nothing is left to be scored before the end."""
+        if self._evaluation is None or self._stopping.is_set():
+            return True
+        version = self._scheduler.inference_version or 0
+        return self._evaluation.is_done(self._filled, version, is_last_version=self._ended_as is not None)
 
     @property
     def _is_source_dry(self) -> bool:
@@ -230,6 +259,8 @@ class Run:
     def _start_rollouts(self) -> None:
         if self._stopping.is_set() or self._ended_as is not None or (self._is_source_dry and not self._drawn):
             return
+        if self._evaluation is not None and self._evaluation.is_first_pending:
+            return
         if self._uploader.backlog >= MAX_BACKLOG_BATCHES * self._config.batch_size:
             return
         wanted = max(0, self._scheduler.get_num_rollouts_to_spawn()) // self._config.num_samples_per_task
@@ -276,6 +307,10 @@ class Run:
                 self._ended_as = "the job succeeded"
             case messages.Broken(exception=exception):
                 raise exception
+            case messages.Evaluated(version=version, means=means):
+                assert self._evaluation is not None
+                self._evaluation.note_result(version, means)
+                self._watch.note_progress()
             case messages.WakeUp():
                 pass
 
@@ -320,6 +355,8 @@ class Run:
             self._scheduler.rollback_inference_version(version)
         else:
             self._scheduler.set_inference_version(version)
+        if self._evaluation is not None:
+            self._evaluation.note_version(version)
         self._watch.note_progress()
 
     def _hand_over(self) -> None:
@@ -350,11 +387,22 @@ class Run:
             parts.append(f"retries of {len(self._scheduler.in_flight_task_ids)} rollouts")
         if self._is_drawing:
             parts.append("tasks from the dataset")
+        if self._evaluation is not None and self._evaluation.pending is not None:
+            parts.append(f"the evaluation of version {self._evaluation.pending}")
         if not parts:
             version, batch = self._scheduler.inference_version, self._scheduler.current_batch_index
             free = self._config.batch_size - self._scheduler.samples_in_current_batch
             parts.append(f"a version above {version} (batch {batch} has {free} free places)")
         return "; ".join(parts)
+
+    def _kind_of_wait(self) -> str:
+        if self._scheduler.in_flight_task_ids:
+            return "rollouts"
+        if self._uploader.backlog:
+            return "uploads"
+        if self._is_drawing:
+            return "dataset"
+        return "evaluation" if self._evaluation is not None and self._evaluation.pending is not None else "version"
 
     def _stalled(self, seconds: float) -> RolloutStalled:
         c = self._counts
@@ -377,6 +425,7 @@ class Run:
             inference_version=self._scheduler.inference_version,
             seconds=time.monotonic() - self._began,
             waiting_for=cause,
+            evaluations=dict(self._evaluation.results) if self._evaluation is not None else {},
         )
 
     # -- the end
@@ -407,4 +456,8 @@ class Run:
             summary.dropped_samples = self._dropped_samples
             summary.unsent_samples = self._uploader.backlog
             summary.batches_filled = self._uploader.position // self._config.batch_size
+            summary.staleness = dict(sorted(self._uploader.staleness.items()))
+            summary.waited = dict(self._watch.seconds_by_cause)
+        if self._evaluation is not None:
+            summary.evaluations = dict(self._evaluation.results)
         return summary
