@@ -8,6 +8,7 @@ Invariants
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -29,13 +30,13 @@ from upweight.rollout.evaluation import EvaluationSchedule, Evaluator
 from upweight.rollout.exceptions import DatasetExhausted, RolloutStalled, RolloutTimeout
 from upweight.rollout.feeder import DatasetFeeder
 from upweight.rollout.models import JobStatusUpdate, RolloutException, RolloutResult, Task
+from upweight.rollout.setup import effective_batches, find_position, make_scheduler, upload_plan
 from upweight.rollout.spool import Spool
 from upweight.rollout.summary import GroupCounts, RunProgress, RunSummary
 from upweight.rollout.tracker import JobStatusTracker, wait_until_ready
-from upweight.rollout.uploader import Uploader, UploadPlan, check_capacity, check_told_size, open_batch, send_spooled
+from upweight.rollout.uploader import Uploader, send_spooled
 from upweight.rollout.validation import reported_version, to_wire
 from upweight.rollout.waits import WaitWatch
-from upweight.schedulers import BaseRolloutScheduler, RolloutSchedulerConfig, create_rollout_scheduler
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +102,7 @@ class Run:
             )
             if status is None:
                 return self._summary("stopped")
-            self._num_batches = self._effective_batches(status)
+            self._num_batches = effective_batches(self._config, status)
             self._filled = status.filled_batches
             if self._num_batches is not None and status.filled_batches >= self._num_batches:
                 return self._summary("all batches were filled already")
@@ -111,12 +112,12 @@ class Run:
 
     def _feed(self, status: JobStatus) -> RunSummary:
         spool = Spool(self._config.spool_dir, self._config.job_id)
-        plan = self._upload_plan()
+        plan = upload_plan(self._config, self._num_batches)
         with call_limits(cancelled=self._stopping):
             self._dropped_samples += send_spooled(self._api, plan, spool)
-            opened, position = self._find_position()
+            opened, position = find_position(self._api, self._config, self._num_batches)
         self._filled, self._open_samples = divmod(position, plan.batch_size)
-        self._scheduler = self._make_scheduler(position, status)
+        self._scheduler = make_scheduler(self._config, self._num_batches, position, status)
         self._uploader = Uploader(self._api, plan, position, self._queue, spool, opened=opened)
         self._feeder = DatasetFeeder(self._dataset, self._queue)
         self._tracker = JobStatusTracker(
@@ -152,15 +153,19 @@ class Run:
             if reason is not None and self._is_evaluated:
                 return reason
             self._watch.check(cause, self._config.no_progress_timeout, self._stalled)
-            began = time.monotonic()
-            try:
-                message = self._queue.get(timeout=DEFAULT_QUEUE_GET_TIMEOUT)
-                self._watch.wait(self._kind_of_wait(), time.monotonic() - began)
-                while True:  # handle all that is there before starting anything
-                    self._handle(message)
-                    message = self._queue.get_nowait()
-            except Empty:
-                continue
+            for message in self._next_messages():
+                self._handle(message)
+
+    def _next_messages(self) -> list[messages.RolloutRunnerInputs]:
+        """All news that are there, after waiting for the first; none if nothing came in time."""
+        began, kind, news = time.monotonic(), self._kind_of_wait(), []
+        with contextlib.suppress(Empty):
+            news.append(self._queue.get(timeout=DEFAULT_QUEUE_GET_TIMEOUT))
+        self._watch.wait(kind, time.monotonic() - began)
+        with contextlib.suppress(Empty):
+            while news:
+                news.append(self._queue.get_nowait())
+        return news
 
     def _reason_to_end(self) -> str | None:
         if self._stopping.is_set():
@@ -213,45 +218,6 @@ class Run:
             max_pool_restarts=config.max_pool_restarts,
             process_start_method=config.process_start_method,
             current_version=lambda: self._scheduler.inference_version,
-        )
-
-    def _effective_batches(self, status: JobStatus) -> int | None:
-        ours, theirs = self._config.num_batches, status.total_batches
-        check_told_size(self._config.batch_size, (status.model_extra or {}).get("batch_size"))
-        if ours is not None and theirs is not None and ours != theirs:
-            logger.warning("num_batches is %d here but the job takes %d; the smaller one counts", ours, theirs)
-        return min((n for n in (ours, theirs) if n is not None), default=None)
-
-    def _find_position(self) -> tuple[int, int]:
-        """The last open batch, and the number of places taken in all batches."""
-        status = self._api.v1alpha1.fine_tuning.jobs.get_runtime_status(job_id=self._config.job_id)
-        index = status.filled_batches
-        if self._num_batches is not None and index >= self._num_batches:  # filled by what was spooled
-            return index - 1, index * self._config.batch_size
-        batch = open_batch(self._api, self._config.job_id, index)
-        check_capacity(self._config.batch_size, batch)
-        return index, index * self._config.batch_size + (batch.sample_count or 0)
-
-    def _make_scheduler(self, position: int, status: JobStatus) -> BaseRolloutScheduler:
-        scheduler = create_rollout_scheduler(
-            RolloutSchedulerConfig(
-                batch_size=self._config.batch_size,
-                num_batches=self._num_batches,
-                num_samples_per_task=self._config.num_samples_per_task,
-                parallel_rollouts=self._config.max_concurrency,
-                allowed_staleness=self._config.allowed_staleness,
-                drop_stale_trajectories=self._config.drop_stale_trajectories,
-            )
-        )
-        scheduler.set_initial_batch_index(*divmod(position, self._config.batch_size))
-        assert status.inference_version is not None  # that is what "ready" means
-        scheduler.set_inference_version(status.inference_version)
-        return scheduler
-
-    def _upload_plan(self) -> UploadPlan:
-        config = self._config
-        return UploadPlan(
-            config.job_id, config.batch_size, self._num_batches, config.allowed_staleness, config.upload_timeout
         )
 
     # -- starting rollouts
