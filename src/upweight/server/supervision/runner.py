@@ -19,7 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
+from sqlalchemy.exc import OperationalError
 
+from upweight.errors import StoreError
 from upweight.server.home import Home
 from upweight.server.refusals import Refusal
 from upweight.server.settings import Settings
@@ -38,6 +40,8 @@ from upweight.server.worker_protocol import (
     WorkerState,
     encode_batch,
 )
+
+STORE_PAUSE = 5.0  # seconds
 
 log = logging.getLogger(__name__)
 
@@ -66,12 +70,24 @@ class JobRunner:
 
     async def run(self) -> None:
         """Live the job to its end. Cancelling this task stops the worker and leaves the job as it is."""
+        while True:
+            try:
+                return await self._run_once()
+            except (StoreError, OperationalError) as error:
+                # A full disk or a lost volume is nobody's failure: what is stored stays valid, so start again from it.
+                log.error("job %s: the store does not answer: %s; next try in %g s", self.job_id, error, STORE_PAUSE)
+                await self._stop_worker()
+                await asyncio.sleep(STORE_PAUSE)
+
+    async def _run_once(self) -> None:
         try:
             await self._live()
         except JobFailed as failure:
             await self._fail(failure.code, str(failure))
         except asyncio.CancelledError:
             await self._stop_worker()
+            raise
+        except (StoreError, OperationalError):
             raise
         except Exception as error:
             log.exception("job %s: supervision failed", self.job_id)
