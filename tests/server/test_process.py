@@ -234,6 +234,17 @@ def test_a_client_on_this_machine_finds_the_running_server_only(serve: Serve, tm
     assert find_server(tmp_path / "nowhere") is None
 
 
+def test_the_installed_resolver_of_models_imports_no_jax() -> None:
+    pytest.importorskip("upweight.weights.source")
+    code = (
+        "import sys; from upweight.errors import ModelNotFound; from upweight.server.api.app import _resolve_installed\n"
+        "try: _resolve_installed('no-such-model')\n"
+        "except ModelNotFound: print('jax' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False"]
+
+
 def test_importing_the_server_imports_no_jax() -> None:
     code = (
         "import sys, upweight.server; light = 'fastapi' not in sys.modules;"

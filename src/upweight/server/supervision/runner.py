@@ -163,7 +163,9 @@ class JobRunner:
             built = await self._build(index)
             result = await self._order_training(worker, index, built)
             await self._compare(result.version, result.fingerprint)
-        if newest > 0:
+        if newest == 0:
+            await self._event("model loaded: version 0 is served")
+        else:
             await self._event(f"worker is at version {newest} again, with the recorded fingerprint")
         await self._announce(newest)
         self.gate.open(worker)
@@ -273,7 +275,7 @@ class JobRunner:
 
     async def _maybe_checkpoint(self, worker: WorkerProcess, version: int) -> None:
         job = await self._job()
-        if version % job.reinforcement["checkpoint_every"] == 0:
+        if version % job.reinforcement["checkpoint_every"] == 0 or version == job.total_batches:
             try:
                 await self._checkpoint(worker, job)
             except WorkerRefused as refused:
@@ -318,7 +320,9 @@ class JobRunner:
         await self._state("running", "saves the trained model")
         weights = self.home.job_folder(self.job_id) / "weights"
         try:
-            await self._checkpoint(worker, job)
+            recorded = await self.database.read(lambda c: versions.get_version(c, self.job_id, version))
+            if recorded is None or recorded.checkpoint is None:
+                await self._checkpoint(worker, job)
             await worker.order("/export", _Exported, json={"path": str(weights)})
         except WorkerRefused as refused:
             raise JobFailed("not_saved", f"version {version} could not be saved: {refused}") from refused
