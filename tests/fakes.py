@@ -242,7 +242,8 @@ class FakeJobServer:
 
             def _serve(self, method: str) -> None:
                 raw = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-                body = json.loads(raw) if raw else None
+                is_json = "json" in self.headers.get("Content-Type", "")
+                body = json.loads(raw) if is_json and raw else None
                 request = Request(method, self.path, dict(self.headers.items()), body, raw)
                 reply = fake.handle(request)
                 data = reply.body if isinstance(reply.body, bytes) else json.dumps(reply.body).encode()

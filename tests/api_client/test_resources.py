@@ -5,7 +5,7 @@ import pytest
 import tenacity
 from pydantic import ValidationError
 
-from tests.fakes import JOB, FakeJobServer, Reply
+from tests.fakes import JOB, FakeJobServer, Fault, Reply
 from upweight.api_client import NotFoundError, TokenFactory
 from upweight.api_client import models as reexported
 from upweight.api_client.models import fine_tuning, rl_job
@@ -145,6 +145,34 @@ def test_job_calls(client, server):
     assert jobs.get_events(job_id="ft-1").data[0].level is fine_tuning.Level.info
     assert jobs.checkpoints.list(job_id="ft-1").data[0].result_files == []
     assert jobs.checkpoints.get(job_id="ft-1", checkpoint_id="c").metrics.train_loss == 0.5
+
+
+def test_pages_are_followed_and_jobs_awaited(client, server):
+    jobs, path = client.v1.fine_tuning.jobs, "/v1/fine_tuning/jobs"
+    pages = iter(
+        [
+            {"data": [{**JOB_BODY, "id": "a"}, {**JOB_BODY, "id": "b"}], "has_more": True},
+            {"data": [{**JOB_BODY, "id": "c"}], "has_more": False},
+        ]
+    )
+    server.faults = [Fault("/jobs", Reply(body=next(pages))), Fault("/jobs", Reply(body=next(pages)))]
+    assert [job.id for job in jobs.iterate()] == ["a", "b", "c"]
+    assert [r.path for r in server.requests] == [path, f"{path}?after=b"]
+    server.faults = [Fault("/ft-1", Reply(body=JOB_BODY), times=2)]
+    server.replies["GET", f"{path}/ft-1"] = Reply(body={**JOB_BODY, "status": "failed"})
+    assert jobs.wait(job_id="ft-1", poll_interval=0.01).status is fine_tuning.Status.failed
+    server.replies["GET", f"{path}/ft-1"] = Reply(body=JOB_BODY)
+    with pytest.raises(TimeoutError, match="ft-1"):
+        jobs.wait(job_id="ft-1", timeout=0, poll_interval=0.01)
+
+
+def test_files(client, server, tmp_path):
+    answer = {"id": "file-1", "bytes": 3, "created_at": 1, "filename": "a.jsonl", "purpose": "fine-tune"}
+    server.replies["POST", "/v1/files"] = Reply(body=answer)
+    (tmp_path / "a.jsonl").write_bytes(b"{}\n")
+    assert client.v1.files.create(file=tmp_path / "a.jsonl").id == "file-1"
+    assert b'filename="a.jsonl"' in server.requests[0].raw
+    assert b"fine-tune" in server.requests[0].raw
 
 
 def test_models_are_reexported_and_strict_about_ranges():

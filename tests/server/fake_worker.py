@@ -2,7 +2,8 @@
 
 `fake_worker.py BEHAVIOUR.json SPEC.json`. Its "weights" are a hash over all batches so far, so equal batches in equal order give equal
 fingerprints. BEHAVIOUR: die_in_training [batch indices, each once], corrupt_after_restart (bool), skip_updates (bool),
-train_seconds, generate_seconds, fates, die_at_start (bool), ignore_sigterm (bool).
+train_seconds, generate_seconds, fates, hang_in_training [batch indices, first start only],
+die_at_start (bool), ignore_sigterm (bool).
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import select
 import signal
+import socket
 import socketserver
 import sys
 import threading
@@ -18,13 +21,13 @@ import time
 from dataclasses import fields
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
-
-from upweight.server.worker_protocol import TrainBatch, decode_batch
 
 BEHAVIOUR = json.loads(Path(sys.argv[1]).read_text())
 SPEC = json.loads(Path(sys.argv[2]).read_text())
 FOLDER = Path(SPEC["folder"])
+HUNG = threading.Event()
 
 
 class Weights:
@@ -35,10 +38,10 @@ class Weights:
             saved = json.loads((Path(SPEC["checkpoint"]) / "state.json").read_text())
             self.version, self.fingerprint = saved["version"], saved["fingerprint"]
 
-    def train(self, batch: TrainBatch) -> None:
+    def train(self, batch: Any) -> None:
         if not BEHAVIOUR.get("skip_updates"):
             digest = hashlib.sha256(self.fingerprint.encode())
-            for field in fields(TrainBatch):
+            for field in fields(batch):
                 digest.update(getattr(batch, field.name).tobytes())
             if BEHAVIOUR.get("corrupt_after_restart") and self.restarted():
                 digest.update(b"other")
@@ -75,6 +78,8 @@ class Handler(BaseHTTPRequestHandler):
         return self.rfile.read(int(self.headers.get("Content-Length", 0)))
 
     def do_GET(self) -> None:
+        if HUNG.is_set():
+            time.sleep(1000)
         if self.path == "/state":
             stats = {"tokens": 7.0}
             self.answer(
@@ -104,8 +109,13 @@ class Handler(BaseHTTPRequestHandler):
     def train(self, index: int, body: bytes) -> None:
         if index != WEIGHTS.version:
             return self.answer({"detail": f"version is {WEIGHTS.version}"}, 409)
+        from upweight.server.worker_protocol import decode_batch  # on use: most tests wait for the start only
+
         batch = decode_batch(body)
         time.sleep(BEHAVIOUR.get("train_seconds", 0))
+        if index in BEHAVIOUR.get("hang_in_training", []) and not WEIGHTS.restarted():
+            HUNG.set()
+            time.sleep(1000)
         marker = FOLDER / f"died-{index}"
         if index in BEHAVIOUR.get("die_in_training", []) and not marker.exists():
             marker.touch()
@@ -131,7 +141,13 @@ class Handler(BaseHTTPRequestHandler):
         )
 
     def complete(self, asked: dict) -> None:
-        time.sleep(BEHAVIOUR.get("generate_seconds", 0))
+        until = time.monotonic() + BEHAVIOUR.get("generate_seconds", 0)
+        while time.monotonic() < until:
+            readable, _, _ = select.select([self.connection], [], [], 0.05)
+            if readable and not self.connection.recv(1, socket.MSG_PEEK):
+                (FOLDER / "abandoned").touch()
+                self.close_connection = True
+                return None
         if asked.get("model") == "unknown":
             return self.answer({"error": {"message": "no such model", "type": "t", "param": None, "code": None}}, 404)
         prompt, output = [11, 12, 13], [21, 22, 2]

@@ -23,8 +23,8 @@ KEY = "uw-test-key"
 
 
 def resolve_fake(name: str) -> SimpleNamespace:
-    """Any existing folder is a model."""
-    if not Path(name).is_dir():
+    """Any existing file or folder is a model."""
+    if not Path(name).exists():
         raise ModelNotFound(f"model {name!r} is not on this machine; download it first")
     return SimpleNamespace(path=Path(name))
 

@@ -25,6 +25,10 @@ def test_a_job_is_trained_batch_by_batch_and_succeeds(start: Start) -> None:
     assert (answer["status"], answer["trained_steps"], answer["total_steps"]) == ("succeeded", 2, 2)
     ledger = end["ledger"]
     assert (ledger["accepted"], ledger["trained"], ledger["unmatched"]) == (4, 4, 4)
+    events = server.events(job)
+    assert sum("checkpoint of version 2" in message for message in events) == 1
+    assert sum("match no completion" in message for message in events) == 1
+    assert "model loaded: version 0 is served" in events
 
 
 def test_a_served_completion_is_joined_to_the_uploaded_sample(start: Start) -> None:

@@ -20,6 +20,8 @@ import psutil
 import pytest
 from server_harness import KEY, sample
 
+from upweight.server.home import find_server
+
 SERVE = Path(__file__).with_name("serve_fake.py")
 Serve = Callable[..., subprocess.Popen]
 
@@ -217,6 +219,30 @@ def test_the_first_start_makes_a_key_prints_it_once_and_guards_its_file(tmp_path
     key = (home / "api_key").read_text().strip()
     assert (key in printed[0], key in printed[1]) == (True, False)
     assert stat.S_IMODE((home / "api_key").stat().st_mode) == 0o600
+
+
+def test_a_client_on_this_machine_finds_the_running_server_only(serve: Serve, tmp_path: Path) -> None:
+    process = serve()
+    found = find_server(tmp_path / "home")
+    assert found is not None
+    assert (found.pid, found.api_key) == (process.pid, KEY)
+    assert KEY not in repr(found)
+    process.kill()
+    process.wait()
+    assert (tmp_path / "home" / "server.json").exists()
+    assert find_server(tmp_path / "home") is None
+    assert find_server(tmp_path / "nowhere") is None
+
+
+def test_the_installed_resolver_of_models_imports_no_jax() -> None:
+    pytest.importorskip("upweight.weights.source")
+    code = (
+        "import sys; from upweight.errors import ModelNotFound; from upweight.server.api.app import _resolve_installed\n"
+        "try: _resolve_installed('no-such-model')\n"
+        "except ModelNotFound: print('jax' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False"]
 
 
 def test_importing_the_server_imports_no_jax() -> None:

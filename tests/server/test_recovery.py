@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import threading
 import time
 
+import httpx
+import pytest
 from server_harness import Running, Start, sample
 
 
@@ -83,6 +86,43 @@ def test_a_worker_that_cannot_start_fails_the_job_after_the_allowed_restarts(sta
     assert "cannot load" in end["error"]["message"]
     assert sum("restart" in message for message in server.events(job)) == 2
     assert server.http.get(f"/v1/fine_tuning/jobs/{job}").json()["error"]["code"] == "worker_died"
+
+
+def test_a_worker_that_says_nothing_is_killed_and_replaced(start: Start) -> None:
+    server = start({"hang_in_training": [0]}, worker_silence_timeout=0.5)
+    job = server.create_job(num_batches=1)
+    server.fill(job, 0)
+    server.wait_status(job, "succeeded")
+    assert any("no answer for" in message and "signal 9" in message for message in server.events(job))
+
+
+def test_a_client_that_goes_away_takes_its_request_along(start: Start) -> None:
+    server = start({"generate_seconds": 20})
+    job = server.create_job()
+    server.wait(job, lambda p: p["inference_version"] == 0)
+    with pytest.raises(httpx.ReadTimeout):
+        server.http.post(server.rl(job, "inference/openai/v1/completions"), json={"prompt": "x"}, timeout=0.3)
+    end = time.monotonic() + 5
+    while not (server.home / "jobs" / job / "abandoned").exists():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_a_finished_job_whose_checkpoints_are_gone_is_not_served_from_the_start_model(start: Start) -> None:
+    first = start()
+    job = first.create_job(num_batches=1)
+    first.fill(job, 0)
+    first.wait_status(job, "succeeded")
+    first.stop()
+    second = start()
+    models = second.rl(job, "inference/openai/v1/models")
+    assert second.http.get(models).status_code == 200
+    second.stop()
+    shutil.rmtree(second.home / "jobs" / job / "checkpoints")
+    third = start()
+    refused = third.http.get(models)
+    assert refused.status_code == 409
+    assert "no longer on the disk" in refused.json()["detail"]
 
 
 def test_skipped_updates_are_published_and_several_in_a_row_fail_the_job(start: Start) -> None:

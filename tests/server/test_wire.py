@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -92,6 +93,17 @@ def test_a_job_that_does_not_fit_on_the_disk_is_refused(start: Start) -> None:
     assert answer.status_code == 422
     assert "UPWEIGHT_DISK_BUDGET_GB" in answer.json()["detail"]
     assert "keep_checkpoints" in answer.json()["detail"]
+
+
+def test_a_quantised_model_is_counted_as_what_it_becomes(start: Start) -> None:
+    """1 MB of GGUF: (3 · (3 + 1) for checkpoints + 1 for the export) · 6 MB = 78 MB. As a folder it would need 13 MB."""
+    server = start(disk_budget_gb=0.05)
+    gguf = Path(server.model) / "m.gguf"
+    gguf.write_bytes(b"x" * 1_000_000)
+    refused = server.http.post("/v1/fine_tuning/jobs", json={"model": str(gguf), "method": method()})
+    assert refused.status_code == 422
+    assert "needs about 0.08 GB" in refused.json()["detail"]
+    assert server.http.post("/v1/fine_tuning/jobs", json={"model": server.model, "method": method()}).status_code == 200
 
 
 def test_secrets_of_integrations_are_not_kept(server: Running) -> None:

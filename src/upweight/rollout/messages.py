@@ -52,6 +52,14 @@ class Broken:
 
 
 @dataclass
+class Evaluated:
+    """Means of the held-out scores, by name; empty if no task could be scored."""
+
+    version: int
+    means: dict[str, float]
+
+
+@dataclass
 class WakeUp:
     """Look around: a stop was requested."""
 
@@ -66,5 +74,6 @@ RolloutRunnerInputs = (
     | PlacesTaken
     | JobEnded
     | Broken
+    | Evaluated
     | WakeUp
 )

@@ -49,6 +49,7 @@ class InProcess:
         self._mp: Any = multiprocessing.get_context(start_method)
         self._process: Any = None
         self._pipe: Connection | None = None
+        self._killed = False
 
     def run(self, task: Task[Any]) -> Any:
         pipe = self._ensure_child()
@@ -63,8 +64,10 @@ class InProcess:
         return result
 
     def kill(self) -> None:
-        if self._process is not None:
-            self._process.kill()
+        self._killed = True
+        process = self._process
+        if process is not None:
+            process.kill()
 
     def close(self) -> None:
         if self._pipe is not None:
@@ -78,11 +81,14 @@ class InProcess:
         if self._pipe is None:
             with _starting:
                 self._pipe, theirs = self._mp.Pipe()
-                self._process = self._mp.Process(
+                process = self._mp.Process(
                     target=child_main, args=(theirs, self._payload), name="rollout-worker", daemon=True
                 )
-                self._process.start()
+                process.start()
                 theirs.close()
+            self._process = process
+            if self._killed:  # given up while it was starting
+                process.kill()
         return self._pipe
 
     def _bury(self) -> int | None:

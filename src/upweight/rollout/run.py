@@ -8,12 +8,13 @@ Invariants
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from queue import Empty, Queue
 from typing import Any
 
@@ -25,20 +26,30 @@ from upweight.rollout.config import RolloutConfig
 from upweight.rollout.context import RolloutContext
 from upweight.rollout.dataset import DatasetProtocol
 from upweight.rollout.dispatcher import DEFAULT_QUEUE_GET_TIMEOUT, RolloutDispatcher
+from upweight.rollout.evaluation import EvaluationSchedule, Evaluator
 from upweight.rollout.exceptions import DatasetExhausted, RolloutStalled, RolloutTimeout
 from upweight.rollout.feeder import DatasetFeeder
 from upweight.rollout.models import JobStatusUpdate, RolloutException, RolloutResult, Task
+from upweight.rollout.setup import effective_batches, find_position, make_scheduler, upload_plan
 from upweight.rollout.spool import Spool
 from upweight.rollout.summary import GroupCounts, RunProgress, RunSummary
 from upweight.rollout.tracker import JobStatusTracker, wait_until_ready
-from upweight.rollout.uploader import Uploader, UploadPlan, check_capacity, check_told_size, open_batch, send_spooled
+from upweight.rollout.uploader import Uploader, send_spooled
 from upweight.rollout.validation import reported_version, to_wire
 from upweight.rollout.waits import WaitWatch
-from upweight.schedulers import BaseRolloutScheduler, RolloutSchedulerConfig, create_rollout_scheduler
 
 logger = logging.getLogger(__name__)
 
 MAX_BACKLOG_BATCHES = 4  # unsent batches beyond which no rollout is started
+
+
+@dataclass(frozen=True)
+class EvaluationPlan:
+    """Held-out tasks, what scores one of them, and how many versions apart (None = only at both ends)."""
+
+    tasks: Iterable[Any]
+    eval_fn: Callable[..., Any]
+    every: int | None
 
 
 class Run:
@@ -53,6 +64,7 @@ class Run:
         stopping: threading.Event,
         queue: Queue[Any],
         publish: Callable[[RunProgress], None],
+        evaluation: EvaluationPlan | None = None,
     ) -> None:
         self._api, self._config, self._rollout_fn, self._dataset = api_client, config, rollout_fn, dataset
         self._stopping, self._queue, self._publish = stopping, queue, publish
@@ -68,6 +80,11 @@ class Run:
         self._filled = self._open_samples = 0
         self._num_batches = config.num_batches
         self._watch = WaitWatch()
+        self._evaluation: EvaluationSchedule | None = None
+        if evaluation is not None:
+            places = max(1, config.max_concurrency)
+            evaluator = Evaluator(evaluation.tasks, evaluation.eval_fn, self._context, places, queue)
+            self._evaluation = EvaluationSchedule(evaluator, evaluation.every)
 
     # -- life cycle
 
@@ -85,7 +102,7 @@ class Run:
             )
             if status is None:
                 return self._summary("stopped")
-            self._num_batches = self._effective_batches(status)
+            self._num_batches = effective_batches(self._config, status)
             self._filled = status.filled_batches
             if self._num_batches is not None and status.filled_batches >= self._num_batches:
                 return self._summary("all batches were filled already")
@@ -95,12 +112,12 @@ class Run:
 
     def _feed(self, status: JobStatus) -> RunSummary:
         spool = Spool(self._config.spool_dir, self._config.job_id)
-        plan = self._upload_plan()
+        plan = upload_plan(self._config, self._num_batches)
         with call_limits(cancelled=self._stopping):
             self._dropped_samples += send_spooled(self._api, plan, spool)
-            opened, position = self._find_position()
+            opened, position = find_position(self._api, self._config, self._num_batches)
         self._filled, self._open_samples = divmod(position, plan.batch_size)
-        self._scheduler = self._make_scheduler(position, status)
+        self._scheduler = make_scheduler(self._config, self._num_batches, position, status)
         self._uploader = Uploader(self._api, plan, position, self._queue, spool, opened=opened)
         self._feeder = DatasetFeeder(self._dataset, self._queue)
         self._tracker = JobStatusTracker(
@@ -110,7 +127,10 @@ class Run:
             self._config.status_polling_interval,
             failure_timeout=self._config.status_failure_timeout,
         )
-        helpers = [self._uploader, self._dispatcher, self._feeder, self._tracker]
+        helpers: list[Any] = [self._uploader, self._dispatcher, self._feeder, self._tracker]
+        if self._evaluation is not None and status.inference_version is not None:
+            helpers.append(self._evaluation.evaluator)
+            self._evaluation.note_version(status.inference_version)
         for helper in helpers:
             helper.start()
         try:
@@ -130,16 +150,22 @@ class Run:
             cause = self._waiting_for()
             self._publish(self._snapshot(cause))
             reason = self._reason_to_end()
-            if reason is not None:
+            if reason is not None and self._is_evaluated:
                 return reason
             self._watch.check(cause, self._config.no_progress_timeout, self._stalled)
-            try:
-                message = self._queue.get(timeout=DEFAULT_QUEUE_GET_TIMEOUT)
-                while True:  # handle all that is there before starting anything
-                    self._handle(message)
-                    message = self._queue.get_nowait()
-            except Empty:
-                continue
+            for message in self._next_messages():
+                self._handle(message)
+
+    def _next_messages(self) -> list[messages.RolloutRunnerInputs]:
+        """All news that are there, after waiting for the first; none if nothing came in time."""
+        began, kind, news = time.monotonic(), self._kind_of_wait(), []
+        with contextlib.suppress(Empty):
+            news.append(self._queue.get(timeout=DEFAULT_QUEUE_GET_TIMEOUT))
+        self._watch.wait(kind, time.monotonic() - began)
+        with contextlib.suppress(Empty):
+            while news:
+                news.append(self._queue.get_nowait())
+        return news
 
     def _reason_to_end(self) -> str | None:
         if self._stopping.is_set():
@@ -153,6 +179,14 @@ class Run:
         if self._is_source_dry and not self._scheduler.in_flight_task_ids and not self._drawn:
             return self._end_of_data()
         return None
+
+    @property
+    def _is_evaluated(self) -> bool:
+        """Whether nothing is left to be scored before the end."""
+        if self._evaluation is None or self._stopping.is_set():
+            return True
+        version = self._scheduler.inference_version or 0
+        return self._evaluation.is_done(self._filled, version, is_last_version=self._ended_as is not None)
 
     @property
     def _is_source_dry(self) -> bool:
@@ -186,49 +220,12 @@ class Run:
             current_version=lambda: self._scheduler.inference_version,
         )
 
-    def _effective_batches(self, status: JobStatus) -> int | None:
-        ours, theirs = self._config.num_batches, status.total_batches
-        check_told_size(self._config.batch_size, (status.model_extra or {}).get("batch_size"))
-        if ours is not None and theirs is not None and ours != theirs:
-            logger.warning("num_batches is %d here but the job takes %d; the smaller one counts", ours, theirs)
-        return min((n for n in (ours, theirs) if n is not None), default=None)
-
-    def _find_position(self) -> tuple[int, int]:
-        """The last open batch, and the number of places taken in all batches."""
-        status = self._api.v1alpha1.fine_tuning.jobs.get_runtime_status(job_id=self._config.job_id)
-        index = status.filled_batches
-        if self._num_batches is not None and index >= self._num_batches:  # filled by what was spooled
-            return index - 1, index * self._config.batch_size
-        batch = open_batch(self._api, self._config.job_id, index)
-        check_capacity(self._config.batch_size, batch)
-        return index, index * self._config.batch_size + (batch.sample_count or 0)
-
-    def _make_scheduler(self, position: int, status: JobStatus) -> BaseRolloutScheduler:
-        scheduler = create_rollout_scheduler(
-            RolloutSchedulerConfig(
-                batch_size=self._config.batch_size,
-                num_batches=self._num_batches,
-                num_samples_per_task=self._config.num_samples_per_task,
-                parallel_rollouts=self._config.max_concurrency,
-                allowed_staleness=self._config.allowed_staleness,
-                drop_stale_trajectories=self._config.drop_stale_trajectories,
-            )
-        )
-        scheduler.set_initial_batch_index(*divmod(position, self._config.batch_size))
-        assert status.inference_version is not None  # that is what "ready" means
-        scheduler.set_inference_version(status.inference_version)
-        return scheduler
-
-    def _upload_plan(self) -> UploadPlan:
-        config = self._config
-        return UploadPlan(
-            config.job_id, config.batch_size, self._num_batches, config.allowed_staleness, config.upload_timeout
-        )
-
     # -- starting rollouts
 
     def _start_rollouts(self) -> None:
         if self._stopping.is_set() or self._ended_as is not None or (self._is_source_dry and not self._drawn):
+            return
+        if self._evaluation is not None and self._evaluation.is_first_pending:
             return
         if self._uploader.backlog >= MAX_BACKLOG_BATCHES * self._config.batch_size:
             return
@@ -276,6 +273,10 @@ class Run:
                 self._ended_as = "the job succeeded"
             case messages.Broken(exception=exception):
                 raise exception
+            case messages.Evaluated(version=version, means=means):
+                assert self._evaluation is not None
+                self._evaluation.note_result(version, means)
+                self._watch.note_progress()
             case messages.WakeUp():
                 pass
 
@@ -320,6 +321,8 @@ class Run:
             self._scheduler.rollback_inference_version(version)
         else:
             self._scheduler.set_inference_version(version)
+        if self._evaluation is not None:
+            self._evaluation.note_version(version)
         self._watch.note_progress()
 
     def _hand_over(self) -> None:
@@ -350,11 +353,22 @@ class Run:
             parts.append(f"retries of {len(self._scheduler.in_flight_task_ids)} rollouts")
         if self._is_drawing:
             parts.append("tasks from the dataset")
+        if self._evaluation is not None and self._evaluation.pending is not None:
+            parts.append(f"the evaluation of version {self._evaluation.pending}")
         if not parts:
             version, batch = self._scheduler.inference_version, self._scheduler.current_batch_index
             free = self._config.batch_size - self._scheduler.samples_in_current_batch
             parts.append(f"a version above {version} (batch {batch} has {free} free places)")
         return "; ".join(parts)
+
+    def _kind_of_wait(self) -> str:
+        if self._scheduler.in_flight_task_ids:
+            return "rollouts"
+        if self._uploader.backlog:
+            return "uploads"
+        if self._is_drawing:
+            return "dataset"
+        return "evaluation" if self._evaluation is not None and self._evaluation.pending is not None else "version"
 
     def _stalled(self, seconds: float) -> RolloutStalled:
         c = self._counts
@@ -377,6 +391,7 @@ class Run:
             inference_version=self._scheduler.inference_version,
             seconds=time.monotonic() - self._began,
             waiting_for=cause,
+            evaluations=dict(self._evaluation.results) if self._evaluation is not None else {},
         )
 
     # -- the end
@@ -407,4 +422,8 @@ class Run:
             summary.dropped_samples = self._dropped_samples
             summary.unsent_samples = self._uploader.backlog
             summary.batches_filled = self._uploader.position // self._config.batch_size
+            summary.staleness = dict(sorted(self._uploader.staleness.items()))
+            summary.waited = dict(self._watch.seconds_by_cause)
+        if self._evaluation is not None:
+            summary.evaluations = dict(self._evaluation.results)
         return summary

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from queue import Queue
 from typing import Any
 
@@ -12,7 +12,7 @@ from upweight.rollout.config import RolloutConfig, check_config
 from upweight.rollout.dataset import DatasetProtocol
 from upweight.rollout.dispatcher import DEFAULT_QUEUE_GET_TIMEOUT, RolloutDispatcher
 from upweight.rollout.messages import RolloutRunnerInputs, WakeUp
-from upweight.rollout.run import Run
+from upweight.rollout.run import EvaluationPlan, Run
 from upweight.rollout.signals import stop_on_signals
 from upweight.rollout.summary import RunProgress, RunSummary
 from upweight.rollout.tracker import JobStatusTracker
@@ -34,6 +34,9 @@ class RolloutRunner:
     Args:
         rollout_fn: called as `rollout_fn(task=<spec>, context=<RolloutContext>)`, plain or `async`; returns a
             `SampleGroup` with exactly `num_samples_per_task` samples, or a rejected one.
+        eval_dataset: held-out tasks, gone through in full by each evaluation.
+        eval_every: versions between two evaluations; None = only at both ends of the run.
+        eval_fn: called as `eval_fn(task=…, context=…)`, returns scores by name; their means are posted to the job.
 
     Raises:
         pydantic.ValidationError: the config is out of range.
@@ -45,8 +48,19 @@ class RolloutRunner:
         config: RolloutConfig,
         rollout_fn: Callable[..., Any],
         dataset: DatasetProtocol[Any],
+        *,
+        eval_dataset: Iterable[Any] | None = None,
+        eval_every: int | None = None,
+        eval_fn: Callable[..., Any] | None = None,
     ) -> None:
         check_config(config)
+        if (eval_dataset is None) != (eval_fn is None) or (eval_every is not None and eval_every < 1):
+            raise ValueError("Evaluation needs eval_dataset and eval_fn, and eval_every ≥ 1 or None")
+        self._evaluation = (
+            EvaluationPlan(list(eval_dataset), eval_fn, eval_every)
+            if eval_dataset is not None and eval_fn is not None
+            else None
+        )
         self._api_client = api_client
         self._config = config
         self._rollout_fn = rollout_fn
@@ -71,6 +85,7 @@ class RolloutRunner:
             self._stopping,
             self._queue,
             self._publish,
+            self._evaluation,
         )
         try:
             with stop_on_signals(self._stop_by_signal):

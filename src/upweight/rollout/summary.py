@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass
@@ -44,7 +44,8 @@ class RunSummary(GroupCounts):
     """Result of `run()`. The sample counts concern accepted groups that were not stored in full.
 
     `surplus_samples`: had no place in the last batch; `dropped_samples`: somebody else had taken their places;
-    `unsent_samples`: not uploaded when the run ended.
+    `unsent_samples`: not uploaded when the run ended. `staleness` counts stored samples by `batch − 1 − version`,
+    `waited` is seconds by cause, `evaluations` are the held-out means by version.
     """
 
     batches_filled: int = 0
@@ -53,6 +54,9 @@ class RunSummary(GroupCounts):
     surplus_samples: int = 0
     dropped_samples: int = 0
     unsent_samples: int = 0
+    staleness: dict[int, int] = field(default_factory=dict)
+    waited: dict[str, float] = field(default_factory=dict)
+    evaluations: dict[int, dict[str, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -69,3 +73,4 @@ class RunProgress:
     inference_version: int | None
     seconds: float
     waiting_for: str | None
+    evaluations: dict[int, dict[str, float]] = field(default_factory=dict)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from queue import Queue
@@ -95,24 +95,40 @@ def send_spooled(api_client: TokenFactory, plan: UploadPlan, spool: Spool) -> in
     """Send what an earlier run left behind; returns how many samples were dropped as too stale.
 
     The server may have stored some of them already, so each chunk is placed by the server's own count.
+
+    Raises:
+        UploadFailed: with the samples still unsent (they stay on disk).
     """
-    jobs, left, dropped = api_client.v1alpha1.fine_tuning.jobs, spool.load(), 0
+    left, dropped = spool.load(), 0
     if left:
         logger.info("Job %s: %d samples of an earlier run are sent first", plan.job_id, len(left))
     while left:
-        index = jobs.get_runtime_status(job_id=plan.job_id).filled_batches
-        is_open = plan.num_batches is None or index < plan.num_batches
-        taken = (open_batch(api_client, plan.job_id, index).sample_count or 0) if is_open else 0
-        place = index * plan.batch_size + taken
-        fitting = [sample for sample in left if plan.fits(sample, place)]
-        stale = [sample for sample in left if not plan.fits(sample, place)]
-        chunk = fitting[: plan.batch_size - taken]
-        if chunk:
-            jobs.batches.submit_samples(job_id=plan.job_id, batch_index=index, samples=chunk)
-        spool.remove([*chunk, *stale])
+        try:
+            sent, stale = _send_some(api_client, plan, left)
+        except (APIError, httpx.HTTPError) as error:
+            raise UploadFailed(f"Job {plan.job_id}: spooled samples were not sent: {error}", left) from error
+        done = {sample.id for sample in [*sent, *stale]}
+        spool.remove([*sent, *stale])
+        left = [sample for sample in left if sample.id not in done]
         dropped += len(stale)
-        left = fitting[len(chunk) :]
     return dropped
+
+
+def _send_some(
+    api_client: TokenFactory, plan: UploadPlan, left: Sequence[Sample]
+) -> tuple[Sequence[Sample], Sequence[Sample]]:
+    """Fill the open batch from `left`; returns what was sent and what is too stale by now."""
+    jobs = api_client.v1alpha1.fine_tuning.jobs
+    index = jobs.get_runtime_status(job_id=plan.job_id).filled_batches
+    is_open = plan.num_batches is None or index < plan.num_batches
+    taken = (open_batch(api_client, plan.job_id, index).sample_count or 0) if is_open else 0
+    place = index * plan.batch_size + taken
+    fitting = [sample for sample in left if plan.fits(sample, place)]
+    stale = [sample for sample in left if not plan.fits(sample, place)]
+    chunk = fitting[: plan.batch_size - taken]
+    if chunk:
+        jobs.batches.submit_samples(job_id=plan.job_id, batch_index=index, samples=chunk)
+    return chunk, stale
 
 
 class Uploader(threading.Thread):
@@ -141,6 +157,7 @@ class Uploader(threading.Thread):
         self._failing_since: float | None = None
         self._failures = 0
         self.last_error: str | None = None
+        self.staleness: Counter[int] = Counter()
 
     def put(self, samples: Sequence[Sample]) -> None:
         """Take over samples; ready ones go together, also with those that come while an upload is under way."""
@@ -230,6 +247,7 @@ class Uploader(threading.Thread):
             for _ in chunk:
                 self._backlog.popleft()
         self._spool.remove(chunk)
+        self.staleness.update(self._batch_index - 1 - s.debug_info["starting_inference_version"] for s in chunk)
         self._position += len(chunk)
 
     def _note_count(self, batch: Batch, index: int, expected: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
@@ -16,6 +17,11 @@ class WaitWatch:
 
     def __init__(self) -> None:
         self._progress = self._accepted = self._warned = time.monotonic()
+        self.seconds_by_cause: defaultdict[str, float] = defaultdict(float)
+
+    def wait(self, kind: str, seconds: float) -> None:
+        """Book time that the run spent waiting for `kind`."""
+        self.seconds_by_cause[kind] += seconds
 
     def note_progress(self) -> None:
         self._progress = time.monotonic()

@@ -13,6 +13,7 @@ import json
 import os
 import secrets
 import shutil
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,26 @@ class Home:
 
     def bytes_free(self) -> int:
         return shutil.disk_usage(self.root).free
+
+
+@dataclass(frozen=True)
+class FoundServer:
+    """A server that runs on this machine."""
+
+    url: str
+    pid: int
+    api_key: str = field(repr=False)
+
+
+def find_server(root: Path) -> FoundServer | None:
+    """The running server of home folder `root`, for a client on the same machine; None if none runs. Changes nothing."""
+    try:
+        told = json.loads((root / "server.json").read_text())
+        key = (root / "api_key").read_text().strip()
+        os.kill(told["pid"], 0)
+    except (OSError, ValueError):  # no file, half a file, or a process that is gone
+        return None
+    return FoundServer(url=told["url"], pid=told["pid"], api_key=key)
 
 
 def write_atomically(path: Path, text: str, *, mode: int = 0o644) -> None:

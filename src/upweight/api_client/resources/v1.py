@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
 
@@ -9,7 +11,9 @@ from upweight.api_client._responses import parse
 from upweight.api_client.models import fine_tuning as models
 from upweight.api_client.models._base import to_body
 from upweight.api_client.resources._base import JobCollection, JobResource, Resource, present
+from upweight.api_client.resources.files import Files
 
+FINAL_STATES = (models.Status.succeeded, models.Status.failed, models.Status.cancelled)
 SingleCheckpoint = models.OpenaiTypesFineTuningJobsFineTuningJobCheckpointFineTuningJobCheckpoint
 
 
@@ -80,6 +84,41 @@ class Jobs(JobCollection):
         query = present(limit=limit, after=after, ai_project_id=ai_project_id)
         return parse(models.FineTuningJobListResponse, self._client.get(self.bare_endpoint(), params=query))
 
+    def iterate(self, *, ai_project_id: str | None = None) -> Iterator[models.FineTuningJob]:
+        """All jobs, page by page."""
+        after = None
+        while True:
+            page = self.list(after=after, ai_project_id=ai_project_id)
+            yield from page.data
+            if not page.has_more or not page.data:
+                return
+            after = page.data[-1].id
+
+    def iterate_events(self, *, job_id: str) -> Iterator[models.FineTuningJobEvent]:
+        """All events of a job, page by page."""
+        after = None
+        while True:
+            page = self.get_events(job_id=job_id, after=after)
+            yield from page.data
+            if not page.has_more or not page.data:
+                return
+            after = page.data[-1].id
+
+    def wait(self, *, job_id: str, timeout: float | None = None, poll_interval: float = 2.0) -> models.FineTuningJob:
+        """Poll until the job succeeded, failed or was cancelled; times in seconds.
+
+        Raises:
+            TimeoutError: it is still going on after `timeout`.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            job = self.get(job_id=job_id)
+            if job.status in FINAL_STATES:
+                return job
+            if deadline is not None and time.monotonic() >= deadline:
+                raise TimeoutError(f"Job {job_id} is still {job.status} after {timeout} s")
+            time.sleep(poll_interval)
+
     def get(self, *, job_id: str) -> models.FineTuningJob:
         return parse(models.FineTuningJob, self._client.get(self.endpoint(job_id=job_id)))
 
@@ -104,6 +143,10 @@ class FineTuning(Resource):
 
 class V1(Resource):
     PATH_SEGMENT = "v1"
+
+    @cached_property
+    def files(self) -> Files:
+        return Files(self._client, self)
 
     @cached_property
     def fine_tuning(self) -> FineTuning:

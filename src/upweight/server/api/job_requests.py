@@ -20,6 +20,7 @@ KNOWN_FIELDS = frozenset(
 NOT_USED = ("hyperparameters", "integrations", "validation_file")  # known, but without effect on a reinforcement job
 LONGEST_SUFFIX = 64
 GB = 1e9
+QUANTISED_TO_FULL = 6  # a GGUF file of 4 to 6 bits per parameter is trained in 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,9 +94,10 @@ async def refuse_without_room(parts: Parts, model_path: str, wanted: WantedJob) 
     model, used = await asyncio.gather(
         asyncio.to_thread(folder_bytes, Path(model_path)), asyncio.to_thread(parts.home.bytes_used)
     )
+    full = model * (QUANTISED_TO_FULL if model_path.endswith(".gguf") else 1)
     # A checkpoint holds parameters and two optimizer moments; one more exists while the next is written; then the export.
-    per_checkpoint = model if wanted.reinforcement.lora else 3 * model
-    needed = per_checkpoint * (keep + 1) + model
+    per_checkpoint = full if wanted.reinforcement.lora else 3 * full
+    needed = per_checkpoint * (keep + 1) + full
     budget, free = parts.settings.disk_budget_gb * GB - used, parts.home.bytes_free()
     if needed > min(budget, free):
         which, left = ("free disk space", free) if free < budget else ("disk budget UPWEIGHT_DISK_BUDGET_GB", budget)

@@ -19,7 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
+from sqlalchemy.exc import OperationalError
 
+from upweight.errors import StoreError
 from upweight.server.home import Home
 from upweight.server.refusals import Refusal
 from upweight.server.settings import Settings
@@ -38,6 +40,8 @@ from upweight.server.worker_protocol import (
     WorkerState,
     encode_batch,
 )
+
+STORE_PAUSE = 5.0  # seconds
 
 log = logging.getLogger(__name__)
 
@@ -66,12 +70,24 @@ class JobRunner:
 
     async def run(self) -> None:
         """Live the job to its end. Cancelling this task stops the worker and leaves the job as it is."""
+        while True:
+            try:
+                return await self._run_once()
+            except (StoreError, OperationalError) as error:
+                # A full disk or a lost volume is nobody's failure: what is stored stays valid, so start again from it.
+                log.error("job %s: the store does not answer: %s; next try in %g s", self.job_id, error, STORE_PAUSE)
+                await self._stop_worker()
+                await asyncio.sleep(STORE_PAUSE)
+
+    async def _run_once(self) -> None:
         try:
             await self._live()
         except JobFailed as failure:
             await self._fail(failure.code, str(failure))
         except asyncio.CancelledError:
             await self._stop_worker()
+            raise
+        except (StoreError, OperationalError):
             raise
         except Exception as error:
             log.exception("job %s: supervision failed", self.job_id)
@@ -147,7 +163,9 @@ class JobRunner:
             built = await self._build(index)
             result = await self._order_training(worker, index, built)
             await self._compare(result.version, result.fingerprint)
-        if newest > 0:
+        if newest == 0:
+            await self._event("model loaded: version 0 is served")
+        else:
             await self._event(f"worker is at version {newest} again, with the recorded fingerprint")
         await self._announce(newest)
         self.gate.open(worker)
@@ -257,7 +275,7 @@ class JobRunner:
 
     async def _maybe_checkpoint(self, worker: WorkerProcess, version: int) -> None:
         job = await self._job()
-        if version % job.reinforcement["checkpoint_every"] == 0:
+        if version % job.reinforcement["checkpoint_every"] == 0 or version == job.total_batches:
             try:
                 await self._checkpoint(worker, job)
             except WorkerRefused as refused:
@@ -302,7 +320,9 @@ class JobRunner:
         await self._state("running", "saves the trained model")
         weights = self.home.job_folder(self.job_id) / "weights"
         try:
-            await self._checkpoint(worker, job)
+            recorded = await self.database.read(lambda c: versions.get_version(c, self.job_id, version))
+            if recorded is None or recorded.checkpoint is None:
+                await self._checkpoint(worker, job)
             await worker.order("/export", _Exported, json={"path": str(weights)})
         except WorkerRefused as refused:
             raise JobFailed("not_saved", f"version {version} could not be saved: {refused}") from refused

@@ -40,6 +40,7 @@ class Supervisor:
         self._runners: dict[str, JobRunner] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._idle: dict[str, WorkerProcess] = {}  # jobs that are over and still served
+        self._loading: dict[str, asyncio.Task[None]] = {}  # workers being started to serve a job that is over
         self._chores: set[asyncio.Task[None]] = set()
         self._places = asyncio.Lock()
         self._stopping = False
@@ -57,7 +58,7 @@ class Supervisor:
         """Stop all workers; the jobs stay as they are and are resumed by the next start."""
         self._stopping = True
         self._queue.clear()
-        tasks = [*self._tasks.values(), *self._chores]
+        tasks = [*self._tasks.values(), *self._chores, *self._loading.values()]
         for task in tasks:
             task.cancel()
         idle = [worker.stop(self.settings.worker_stop_timeout) for worker in self._idle.values()]
@@ -161,7 +162,15 @@ class Supervisor:
         self._fill_places_soon()
 
     async def _serve_again(self, job: Job) -> None:
-        """Start a worker that only serves, unless one does."""
+        """Start a worker that only serves, unless one does. The request that asked may go away: others wait for it too."""
+        task = self._loading.get(job.id)
+        if task is None:
+            task = self._loading[job.id] = asyncio.create_task(self._load(job), name=f"serving job {job.id}")
+            task.add_done_callback(lambda _: self._loading.pop(job.id, None))
+            task.add_done_callback(_log_failure)
+        await asyncio.shield(task)
+
+    async def _load(self, job: Job) -> None:
         async with self._places:
             present = self._idle.get(job.id)
             if present is not None and present.alive:
@@ -179,7 +188,7 @@ class Supervisor:
             self._idle[job.id] = worker
             try:
                 await self._check(job, worker)
-            except (WorkerDied, Refusal):
+            except BaseException:
                 await self._retire(job.id)
                 raise
             self.gate(job.id).open(worker)

@@ -4,7 +4,8 @@ Invariants:
 * The join is stored with the samples the first time a batch is built. Every later build (a replay) reads it, so the trainer gets
   the same bytes again whatever was served meanwhile.
 * A sample is `matched` when each run of trained tokens in it is, with everything before it as prompt, a completion of this job.
-  Several completions may have the same ids; the one whose log-probabilities are nearest to the uploaded ones is meant.
+  Several completions may have the same ids; the one whose log-probabilities are nearest to the uploaded ones is meant, of equal
+  ones the newest.
 * A greedy completion (temperature 0) reports raw log-probabilities, so it is handed over as temperature 1, `filtered`.
 """
 
@@ -129,7 +130,7 @@ def _join(row: Row, turns: list[tuple[int, int, bytes]], served: dict[bytes, lis
     for start, end, key in turns:
         if not (candidates := served.get(key)):
             continue
-        best = min(candidates, key=lambda served_row: _distance(served_row, logprobs_T[start:end]))
+        best = min(reversed(candidates), key=lambda served_row: _distance(served_row, logprobs_T[start:end]))
         used.append(best)
         versions_T[start:end] = np.frombuffer(best.versions, dtype="<i4")
         if best.raw_logprobs is not None:

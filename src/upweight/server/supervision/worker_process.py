@@ -129,7 +129,7 @@ class WorkerProcess:
         """
         started = heard = time.monotonic()
         while True:
-            state = await self._look()
+            state = await self._look(silence)
             if state is not None:
                 heard = time.monotonic()
                 await on_state(state)
@@ -140,12 +140,12 @@ class WorkerProcess:
                 await self.kill(f"not ready after {now - started:.0f} s")
             await asyncio.wait({self.exit}, timeout=0.05 if now - started < 5 else 0.5)
 
-    async def _look(self) -> WorkerState | None:
+    async def _look(self, patience: float) -> WorkerState | None:
         """State, or None while the worker does not answer (yet)."""
         if not self.alive:
             raise WorkerDied(self.describe_death())
         try:
-            response = await self.client.get("/state", timeout=10.0)
+            response = await self.client.get("/state", timeout=min(10.0, patience))
         except httpx.TransportError:
             return None
         if response.status_code != 200:
@@ -169,7 +169,7 @@ class WorkerProcess:
         heard = time.monotonic()
         while self.alive:
             with contextlib.suppress(WorkerDied):
-                if await self._look() is not None:
+                if await self._look(silence) is not None:
                     heard = time.monotonic()
             if self.alive and time.monotonic() - heard > silence:
                 await self.kill(f"no answer for {silence:.0f} s")

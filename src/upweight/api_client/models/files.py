@@ -1,0 +1,16 @@
+"""Wire models of uploaded files."""
+
+from __future__ import annotations
+
+from upweight.api_client.models._base import WireModel
+
+
+class File(WireModel):
+    """An uploaded file; `bytes` is its size."""
+
+    id: str
+    bytes: int
+    created_at: int
+    filename: str
+    purpose: str
+    object: str = "file"

@@ -1,0 +1,148 @@
+"""Scores held-out tasks now and then, without uploading samples; the means go to the job's metrics.
+
+Invariants
+1. An evaluation never ends a run: what fails is logged.
+2. The first evaluation is done before the first rollout starts, the last one after the last batch was trained.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from queue import Empty, Queue, SimpleQueue
+from statistics import fmean
+from typing import Any
+
+import httpx
+
+from upweight.api_client import APIError, NotFoundError
+from upweight.rollout.context import RolloutContext
+from upweight.rollout.messages import Evaluated
+from upweight.rollout.models import Task
+from upweight.rollout.workers import InThread, Outcome, RolloutCall, WorkerPool
+
+logger = logging.getLogger(__name__)
+
+FINAL_VERSION_WAIT_S = 600.0
+
+
+class Evaluator(threading.Thread):
+    """`request(version)` is answered by one `Evaluated` message; at most `concurrency` tasks run at once."""
+
+    def __init__(
+        self,
+        tasks: Iterable[Any],
+        eval_fn: Callable[..., Any],
+        context: RolloutContext,
+        concurrency: int,
+        output_queue: Queue[Any],
+    ) -> None:
+        super().__init__(name="rollout-evaluator", daemon=True)
+        self._tasks = list(tasks)
+        self._context = context
+        self._concurrency = concurrency
+        self._output = output_queue
+        self._outcomes: SimpleQueue[Outcome] = SimpleQueue()
+        call = RolloutCall(eval_fn, context)
+        self._pool = WorkerPool(lambda: InThread(call), self._outcomes.put)
+        self._requests: SimpleQueue[int | None] = SimpleQueue()
+        self._stopping = threading.Event()
+
+    def request(self, version: int) -> None:
+        self._requests.put(version)
+
+    def stop(self) -> None:
+        self._stopping.set()
+        self._requests.put(None)
+
+    def run(self) -> None:
+        try:
+            while (version := self._requests.get()) is not None and not self._stopping.is_set():
+                means = self._score(version)
+                if means and not self._stopping.is_set():
+                    self._report(version, means)
+                self._output.put(Evaluated(version, means))
+        finally:
+            self._pool.close(timeout=2.0)
+
+    def _score(self, version: int) -> dict[str, float]:
+        """Means over the tasks that report a name."""
+        waiting, running, scores = list(enumerate(self._tasks)), 0, list[Mapping[str, float]]()
+        while (waiting or running) and not self._stopping.is_set():
+            while waiting and running < self._concurrency:
+                number, spec = waiting.pop()
+                self._pool.submit(number, Task(spec=spec, starting_inference_version=version))
+                running += 1
+            try:
+                outcome = self._outcomes.get(timeout=0.1)
+            except Empty:
+                continue
+            running -= 1
+            if outcome.error is None:
+                scores.append(outcome.result)
+            else:
+                logger.warning("An evaluation task failed: %s: %s", type(outcome.error).__name__, outcome.error)
+        names = sorted({name for score in scores for name in score})
+        return {name: fmean(float(score[name]) for score in scores if name in score) for name in names}
+
+    def _report(self, version: int, means: Mapping[str, float]) -> None:
+        jobs, job_id = self._context.api_client.v1alpha1.fine_tuning.jobs, self._context.config.job_id
+        logger.info("Job %s, version %d: %s", job_id, version, means)
+        try:
+            jobs.post_metrics(job_id=job_id, batch_index=version, metrics=means)
+        except NotFoundError:
+            logger.info("Job %s: the server takes no metrics", job_id)
+        except (APIError, httpx.HTTPError) as error:
+            logger.warning("Job %s: metrics were not stored: %s", job_id, error)
+
+
+class EvaluationSchedule:
+    """When to evaluate: at the start, whenever `every` more versions are out, and at the end."""
+
+    def __init__(self, evaluator: Evaluator, every: int | None) -> None:
+        self.evaluator = evaluator
+        self._every = every
+        self._pending: int | None = None
+        self._latest: int | None = None
+        self._final_since: float | None = None
+        self.results: dict[int, dict[str, float]] = {}
+
+    @property
+    def pending(self) -> int | None:
+        """The version being evaluated."""
+        return self._pending
+
+    @property
+    def is_first_pending(self) -> bool:
+        return self._pending is not None and not self.results
+
+    def note_version(self, version: int) -> None:
+        is_first = self._latest is None
+        is_due = self._every is not None and self._latest is not None and version >= self._latest + self._every
+        if self._pending is None and (is_first or is_due):
+            self._start(version)
+
+    def note_result(self, version: int, means: dict[str, float]) -> None:
+        self._pending = None
+        self.results[version] = means
+
+    def is_done(self, batches_filled: int, version: int, is_last_version: bool) -> bool:
+        """Whether the run may end; starts the last evaluation once the last batch is trained."""
+        if self._pending is not None:
+            return False
+        if version in self.results and version >= batches_filled:
+            return True
+        self._final_since = self._final_since or time.monotonic()
+        waited = time.monotonic() - self._final_since
+        if version < batches_filled and (is_last_version or waited > FINAL_VERSION_WAIT_S):
+            logger.warning("No last evaluation: version %d was not served", batches_filled)
+            return True
+        if version >= batches_filled:
+            self._start(version)
+        return False
+
+    def _start(self, version: int) -> None:
+        self._pending = self._latest = version
+        self.evaluator.request(version)

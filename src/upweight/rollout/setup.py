@@ -1,0 +1,66 @@
+"""From a config and the server's state to the parts of a run."""
+
+from __future__ import annotations
+
+import logging
+
+from upweight.api_client import TokenFactory
+from upweight.api_client.models.rl_job import JobStatus
+from upweight.rollout.config import RolloutConfig
+from upweight.rollout.uploader import UploadPlan, check_capacity, check_told_size, open_batch
+from upweight.schedulers import BaseRolloutScheduler, RolloutSchedulerConfig, create_rollout_scheduler
+
+logger = logging.getLogger(__name__)
+
+
+def effective_batches(config: RolloutConfig, status: JobStatus) -> int | None:
+    """The smaller one of our `num_batches` and the job's `total_batches`; None = without end.
+
+    Raises:
+        BatchSizeMismatch: the status tells another `batch_size`.
+    """
+    check_told_size(config.batch_size, (status.model_extra or {}).get("batch_size"))
+    ours, theirs = config.num_batches, status.total_batches
+    if ours is not None and theirs is not None and ours != theirs:
+        logger.warning("num_batches is %d here but the job takes %d; the smaller one counts", ours, theirs)
+    return min((n for n in (ours, theirs) if n is not None), default=None)
+
+
+def find_position(api_client: TokenFactory, config: RolloutConfig, num_batches: int | None) -> tuple[int, int]:
+    """The last open batch (opened here if need be), and the number of places taken in all batches."""
+    index = api_client.v1alpha1.fine_tuning.jobs.get_runtime_status(job_id=config.job_id).filled_batches
+    if num_batches is not None and index >= num_batches:  # filled by what was spooled
+        return index - 1, index * config.batch_size
+    batch = open_batch(api_client, config.job_id, index)
+    check_capacity(config.batch_size, batch)
+    return index, index * config.batch_size + (batch.sample_count or 0)
+
+
+def make_scheduler(
+    config: RolloutConfig, num_batches: int | None, position: int, status: JobStatus
+) -> BaseRolloutScheduler:
+    """A scheduler that goes on at `position`, at the version that a ready job's status tells."""
+    scheduler = create_rollout_scheduler(
+        RolloutSchedulerConfig(
+            batch_size=config.batch_size,
+            num_batches=num_batches,
+            num_samples_per_task=config.num_samples_per_task,
+            parallel_rollouts=config.max_concurrency,
+            allowed_staleness=config.allowed_staleness,
+            drop_stale_trajectories=config.drop_stale_trajectories,
+        )
+    )
+    scheduler.set_initial_batch_index(*divmod(position, config.batch_size))
+    assert status.inference_version is not None  # that is what "ready" means
+    scheduler.set_inference_version(status.inference_version)
+    return scheduler
+
+
+def upload_plan(config: RolloutConfig, num_batches: int | None) -> UploadPlan:
+    return UploadPlan(
+        job_id=config.job_id,
+        batch_size=config.batch_size,
+        num_batches=num_batches,
+        staleness=config.allowed_staleness,
+        timeout=config.upload_timeout,
+    )

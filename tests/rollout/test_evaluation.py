@@ -1,0 +1,63 @@
+import pytest
+
+from . import helpers
+
+
+@pytest.fixture
+def evaluated(api):
+    from upweight.rollout import RolloutRunner
+
+    def make(eval_fn, eval_every=None, **settings):
+        return RolloutRunner(
+            api,
+            helpers.config(**settings),
+            helpers.slow_rollout,
+            helpers.Counting(),
+            eval_dataset=[1, 2, 3],
+            eval_every=eval_every,
+            eval_fn=eval_fn,
+        )
+
+    return make
+
+
+def test_both_ends_and_every_second_version(server, evaluated):
+    seen = []
+
+    def score(task, context):
+        seen.append((server.version, task))
+        return {"score": float(task), **({"rare": 1.0} if task == 2 else {})}
+
+    summary = evaluated(score, eval_every=2, num_batches=4, allowed_staleness=-1).run()
+    assert summary.evaluations == {
+        0: {"score": 2.0, "rare": 1.0},
+        2: {"score": 2.0, "rare": 1.0},
+        4: {"score": 2.0, "rare": 1.0},
+    }
+    assert [m["batch_index"] for m in server.metrics] == [0, 2, 4]
+    assert server.metrics[0]["metrics"] == {"score": 2.0, "rare": 1.0}
+    assert sorted(seen)[:3] == [(0, 1), (0, 2), (0, 3)]
+    assert len(server.samples()) == 16
+
+
+async def async_score(task, context):
+    return {"score": 1.0}
+
+
+def test_failures_are_tolerated(server, evaluated):
+    server.fail("/metrics", 404, {"detail": "not here"}, times=99)
+
+    def score(task, context):
+        if task == 1:
+            raise ValueError
+        return {"score": 1.0}
+
+    assert evaluated(score).run().evaluations == {0: {"score": 1.0}, 3: {"score": 1.0}}
+    assert evaluated(async_score, num_batches=4).run().evaluations == {3: {"score": 1.0}, 4: {"score": 1.0}}
+
+
+def test_arguments_belong_together(evaluated):
+    with pytest.raises(ValueError, match="eval_fn"):
+        evaluated(None)
+    with pytest.raises(ValueError, match="eval_every"):
+        evaluated(async_score, eval_every=0)

@@ -1,0 +1,145 @@
+"""The join of uploaded samples to served completions, in numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from upweight.server.api.served import StreamReader, sampling_of, served_of
+from upweight.server.store import batches, completions, jobs
+from upweight.server.store.database import Database
+from upweight.server.store.rows import NewSample, pack_sample
+from upweight.server.supervision.training_data import BuiltBatch, build_batch, join_batch
+from upweight.server.worker_protocol import decode_batch, encode_batch
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Iterator[Database]:
+    store = Database(tmp_path / "store.sqlite3")
+    yield store
+    store.close()
+
+
+def answer(prompt: list[int], output: list[int], logprobs: list[float], version: int, **choice: Any) -> dict[str, Any]:
+    content = [{"token": f"token_id:{t}", "logprob": p} for t, p in zip(output, logprobs, strict=True)]
+    whole = {"token_ids": output, "logprobs": {"content": content}, **choice}
+    return {"prompt_token_ids": prompt, "inference_version": version, "choices": [whole]}
+
+
+def serve(database: Database, job: str, request: dict[str, Any], reply: dict[str, Any]) -> None:
+    database.submit(lambda c: completions.remember(c, job, served_of(request, reply))).result()
+
+
+def packed(id: str, tokens: list[int], logprobs: list[float], mask: list[int], **debug: Any) -> NewSample:
+    return pack_sample(id=id, token_ids=tokens, logprobs=logprobs, mask=mask, reward=0.5, metadata={}, debug_info=debug)
+
+
+def start_job(database: Database, samples: int) -> str:
+    settings = {"batch_size": samples, "num_batches": None}
+    job = database.submit(
+        lambda c: jobs.create_job(c, project="p", model="m", model_path="/m", request={}, reinforcement=settings)
+    ).result()
+    database.submit(lambda c: batches.create_batch(c, job, 0)).result()
+    return job.id
+
+
+def build(database: Database, job: str) -> BuiltBatch:
+    database.submit(lambda c: join_batch(c, job, 0)).result()
+    return database.read_now(lambda c: build_batch(c, job, 0))
+
+
+def test_a_conversation_of_two_turns_is_joined_turn_by_turn(database: Database) -> None:
+    job = start_job(database, 3)
+    request = {"temperature": 0.5, "top_p": 0.9}
+    serve(database, job, request, answer([1, 2], [3, 4], [-0.1, -0.2], 0, raw_logprobs=[-1.1, -1.2]))
+    serve(
+        database,
+        job,
+        {"temperature": 0.5},
+        answer([1, 2, 3, 4, 5], [6, 7], [-0.3, -0.4], 0, token_inference_versions=[0, 1]),
+    )
+    samples = [
+        packed(
+            "two turns", [1, 2, 3, 4, 5, 6, 7], [0, 0, -0.1, -0.2, 0, -0.3, -0.4], [0, 0, 1, 1, 0, 1, 1], task_id="a"
+        ),
+        packed("made elsewhere", [9, 9], [0, -0.5], [0, 1], task_id="a", reward=3),
+        packed("no task", [1, 2, 8], [0, 0, -1.0], [0, 0, 1]),
+    ]
+    database.submit(lambda c: batches.add_samples(c, job, "p", 0, samples)).result()
+    built = build(database, job)
+    batch = built.batch
+    assert batch.lengths.tolist() == [7, 2, 3]
+    assert batch.token_ids.tolist() == [1, 2, 3, 4, 5, 6, 7, 9, 9, 1, 2, 8]
+    assert batch.group.tolist() == [0, 0, 1]
+    assert batch.matched.tolist() == [1, 0, 0]
+    assert batch.filtered.tolist() == [1, 0, 0]
+    assert batch.temperature.tolist() == [0.5, 1.0, 1.0]
+    assert batch.versions.tolist() == [-1, -1, 0, 0, -1, 0, 1, -1, -1, -1, -1, -1]
+    np.testing.assert_array_equal(batch.raw_logprobs[2:4], np.float32([-1.1, -1.2]))
+    assert np.isnan(batch.raw_logprobs[[0, 1, 4, 5, 6, 7, 11]]).all()
+    assert built.metrics["unmatched"] == 2.0
+    assert built.metrics["reward_mean"] == 3.0
+    assert built.metrics["staleness_max"] == -1.0  # version 0 in batch 0
+
+
+def test_of_completions_with_the_same_ids_the_nearest_one_is_meant(database: Database) -> None:
+    job = start_job(database, 1)
+    for version, logprob in ((0, -0.5), (1, -0.7), (2, -0.9)):
+        serve(database, job, {}, answer([1], [2], [logprob], version))
+    database.submit(lambda c: batches.add_samples(c, job, "p", 0, [packed("s", [1, 2], [0, -0.71], [0, 1])])).result()
+    assert build(database, job).batch.versions.tolist() == [-1, 1]
+
+
+def test_a_batch_is_built_with_the_same_bytes_whatever_is_served_later(database: Database) -> None:
+    job = start_job(database, 1)
+    database.submit(lambda c: batches.add_samples(c, job, "p", 0, [packed("s", [1, 2], [0, -0.7], [0, 1])])).result()
+    before = encode_batch(build(database, job).batch)
+    serve(database, job, {"temperature": 0.3}, answer([1], [2], [-0.7], 5))
+    assert encode_batch(build(database, job).batch) == before
+    assert decode_batch(before).matched.tolist() == [0]
+
+
+@pytest.mark.parametrize(
+    ("request_", "expected"),
+    [
+        ({}, (1.0, False)),
+        ({"temperature": None, "top_p": None, "top_k": 0}, (1.0, False)),
+        ({"temperature": 0.7, "top_p": 1, "top_k": -1}, (0.7, False)),
+        ({"temperature": 0}, (1.0, True)),
+        ({"top_k": 50}, (1.0, True)),
+        ({"top_p": 0.9}, (1.0, True)),
+        ({"min_p": 0.1}, (1.0, True)),
+        ({"presence_penalty": 0.1}, (1.0, True)),
+        ({"repetition_penalty": 1.1}, (1.0, True)),
+        ({"logit_bias": {"5": 1}}, (1.0, True)),
+    ],
+)
+def test_what_counts_as_filtered(request_: dict[str, Any], expected: tuple[float, bool]) -> None:
+    assert sampling_of(request_)[:2] == expected
+
+
+def test_text_completions_are_read_too() -> None:
+    logprobs = {"tokens": ["token_id:5", "token_id:6"], "token_logprobs": [-0.5, -0.25]}
+    reply = {"prompt_token_ids": [1], "inference_version": 4, "choices": [{"index": 0, "logprobs": logprobs}]}
+    (served,) = served_of({}, reply)
+    assert np.frombuffer(served.logprobs or b"", "<f4").tolist() == [-0.5, -0.25]
+    assert np.frombuffer(served.versions, "<i4").tolist() == [4, 4]
+    assert served_of({}, {**reply, "prompt_token_ids": None}) == []
+
+
+def test_a_stream_is_put_together_whatever_its_chunks() -> None:
+    events = (
+        b'data: {"prompt_token_ids":[1],"inference_version":2,"choices":[{"index":0,"token_ids":[5]}]}\n\n'
+        b': comment\n\ndata: {"choices":[{"index":0,"token_ids":[6]}]}\n\ndata: {"choices":[],"usage":{}}\n\n'
+        b"data: [DONE]\n\n"
+    )
+    for size in (1, 7, len(events)):
+        reader = StreamReader()
+        for start in range(0, len(events), size):
+            reader.feed(events[start : start + size])
+        whole = reader.answer()
+        assert (whole["prompt_token_ids"], whole["choices"][0]["token_ids"]) == ([1], [5, 6])
