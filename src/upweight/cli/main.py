@@ -13,6 +13,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from upweight import __version__
+from upweight.cli.demo_command import demo
 from upweight.errors import UpweightError
 
 app = typer.Typer(
@@ -71,3 +72,6 @@ def doctor(
     from upweight.cli.doctor import run_doctor
 
     raise typer.Exit(run_doctor(as_json=as_json))
+
+
+app.command()(demo)

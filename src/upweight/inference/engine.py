@@ -216,7 +216,7 @@ class Engine:
                     with self._wake:
                         if not self._orders and not self._stopping:
                             self._wake.wait(self._nap())
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - whatever a step raises, the loop must live
                 self._recover(error)
                 if self._dead is not None:
                     break

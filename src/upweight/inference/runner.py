@@ -94,6 +94,7 @@ class ModelRunner:
             (jnp.zeros((num_pages, config.kv_size), jnp.float32), jnp.zeros((num_pages, config.kv_size), jnp.float32))
             for _ in range(config.num_layers)
         ]
+        self._shapes: set[tuple[object, ...]] = set()
         self._row_sizes = sorted({size for size in (2, 8) if size < max_rows} | {max(2, max_rows)})
 
         def prefill(params: Params, store: Store, inputs: dict[str, jax.Array]) -> Store:
@@ -110,8 +111,8 @@ class ModelRunner:
 
     @property
     def num_programs(self) -> int:
-        """Programs compiled (or fetched from the cache) so far."""
-        return self._prefill._cache_size() + self._decode._cache_size()
+        """Distinct shapes run so far; each is one program, compiled or fetched from the cache."""
+        return len(self._shapes)
 
     def prefill(self, pieces: Sequence[PrefillPiece]) -> None:
         """Computes keys and values of the pieces, in order; a later piece may build on an earlier one."""
@@ -128,6 +129,7 @@ class ModelRunner:
                 write[b, : piece.count] = piece.row.pages[span]
                 table[b, : span.stop] = piece.row.pages[: span.stop]
             inputs = {"tokens_BT": tokens, "positions_BT": positions, "table_BW": table, "write_BT": write}
+            self._shapes.add(("prefill", rows, length, width))
             self._store = self._prefill(self.params, self._store, inputs)
 
     def decode(self, rows: Sequence[Row]) -> Drawn:
@@ -137,7 +139,7 @@ class ModelRunner:
         tokens, positions, write = np.zeros((3, size, 1), np.int32)
         table = np.zeros((size, width), np.int32)
         temperature, top_p = np.ones((2, size), np.float32)
-        top_k, count = np.zeros((2, size), np.int32)
+        top_k, drawn_before = np.zeros((2, size), np.int32)
         seed = np.zeros((size, 2), np.uint32)
         filtered = False
         for b, row in enumerate(rows):
@@ -147,10 +149,11 @@ class ModelRunner:
             table[b, : last + 1] = row.pages
             temperature[b], top_p[b], top_k[b] = params.temperature, params.top_p, params.top_k
             seed[b] = row.seed >> 32, row.seed & 0xFFFFFFFF
-            count[b] = row.num_output
+            drawn_before[b] = row.num_output
             filtered |= params.filtered
         inputs = {"tokens_BT": tokens, "positions_BT": positions, "table_BW": table, "write_BT": write}
-        sampling = SamplingInputs(temperature, top_k, top_p, seed, count)  # type: ignore[arg-type]
+        sampling = SamplingInputs(temperature, top_k, top_p, seed, drawn_before)  # type: ignore[arg-type]
+        self._shapes.add(("decode", size, width, filtered))
         self._store, drawn = self._decode(self.params, self._store, inputs, sampling, filtered)
         host = jax.device_get(drawn)
         used = len(rows)

@@ -23,7 +23,7 @@ class SamplingInputs(NamedTuple):
     top_k: jax.Array  # int32 [B]; 0 = off
     top_p: jax.Array  # float32 [B]; 1 = off
     seed: jax.Array  # uint32 [B,2]
-    count: jax.Array  # int32 [B], tokens that the row has drawn before
+    drawn: jax.Array  # int32 [B], tokens that the row has drawn before
 
 
 class Draw(NamedTuple):
@@ -114,7 +114,7 @@ def _uniforms(inputs: SamplingInputs) -> jax.Array:
         key = jax.random.fold_in(jax.random.wrap_key_data(seed), count)
         return jax.random.uniform(key, (), jnp.float32)
 
-    return jax.vmap(one)(inputs.seed, inputs.count)
+    return jax.vmap(one)(inputs.seed, inputs.drawn)
 
 
 def _inverse_cdf(probs_BV: jax.Array, uniform_B: jax.Array) -> jax.Array:

@@ -53,7 +53,7 @@ def _end_if_loading_fails(core: object) -> None:
     except UpweightError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         os._exit(LOAD_FAILED)
-    except Exception:  # the traceback was logged where it was caught
+    except Exception:  # noqa: BLE001 - its traceback was logged where it was caught
         os._exit(1)
 
 

@@ -68,12 +68,12 @@ class Handlers:
     async def render(self, request: Request) -> Response:
         await self._ready()
         body = await _json_body(request)
-        arguments = {
-            "tools": body.get("tools"),
-            "add_generation_prompt": body.get("add_generation_prompt", True) is not False,
-        }
+        messages = body.get("messages")
+        if not isinstance(messages, list):
+            raise RequestError("messages must be a list", field="messages")
         tokenizer = self.core.model.tokenizer
-        text = tokenizer.render(body.get("messages"), **arguments)
+        prompt_follows = body.get("add_generation_prompt") is not False
+        text = tokenizer.render(messages, tools=body.get("tools"), add_generation_prompt=prompt_follows)
         return _json({"token_ids": tokenizer.encode(text), "text": text})
 
     async def models(self, request: Request) -> Response:
@@ -118,7 +118,10 @@ class Handlers:
                 if not future.done():
                     future.set_result(output)
 
-            return lambda output: loop.call_soon_threadsafe(put, output)
+            def hand_over(output: GenerationOutput) -> None:
+                loop.call_soon_threadsafe(put, output)
+
+            return hand_over
 
         try:
             for prompt in asked.prompts:

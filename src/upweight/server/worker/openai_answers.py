@@ -53,7 +53,7 @@ def choice(chat: bool, index: int, asked: Asked, output: GenerationOutput) -> di
 def logprobs(chat: bool, output: GenerationOutput) -> dict[str, Any]:
     names = [f"token_id:{token}" for token in output.token_ids]
     if chat:
-        content = [
+        content: list[dict[str, Any]] = [
             {"token": name, "logprob": value, "bytes": None, "top_logprobs": []}
             for name, value in zip(names, output.logprobs, strict=True)
         ]

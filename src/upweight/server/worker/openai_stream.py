@@ -23,7 +23,10 @@ async def stream_events(engine: Engine, kind: str, model: str, asked: Asked) -> 
     queue: asyncio.Queue[_Item] = asyncio.Queue()
 
     def put(index: int) -> Callable[[Any], None]:
-        return lambda item: loop.call_soon_threadsafe(queue.put_nowait, (index, item))
+        def hand_over(item: Any) -> None:
+            loop.call_soon_threadsafe(queue.put_nowait, (index, item))
+
+        return hand_over
 
     base = {
         "id": new_id(chat),
