@@ -8,7 +8,6 @@ from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
@@ -74,17 +73,17 @@ def render(now: dict[str, Any], address: str) -> RenderableType:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", min_width=9)
     table.add_column()
-    table.add_row("phase", Text(now["phase"], style="bold") + Text(f"  {now['detail']}"[:60], style="dim"))
+    table.add_row("phase", Text.assemble((now["phase"], "bold"), (f"  {now['detail']}"[:60], "dim")))
     planned, filled = now["batches"], now["batches_filled"]
     if planned:
         table.add_row("batches", _bar(filled, planned, f"{filled} of {planned}"))
     if now["batch_size"] and planned and filled < planned:
         inside = f"{now['samples_in_batch']} of {now['batch_size']} samples · {now['in_flight']} in flight"
         if now["rejected_groups"]:
-            inside += f" · {now['rejected_groups']} groups rejected"
+            inside += f" · {now['rejected_groups']} rejected"
         table.add_row("this batch", _bar(now["samples_in_batch"], now["batch_size"], inside))
     if now["rewards"]:
-        table.add_row("reward", Text(sparkline(now["rewards"]), style="green") + Text(f"  {now['rewards'][-1]:.2f}"))
+        table.add_row("reward", Text.assemble((sparkline(now["rewards"]), "green"), f"  {now['rewards'][-1]:.2f}"))
     if now["version"] is not None:
         mismatch = "" if now["mismatch_max"] is None else f" · sampler vs trainer {now['mismatch_max']:.0e}"
         table.add_row("version", f"{now['version']}{mismatch} · {now['tokens_per_second']:.0f} tokens/s")
@@ -93,10 +92,9 @@ def render(now: dict[str, Any], address: str) -> RenderableType:
     return Group(Text("upweight demo", style="bold magenta"), table)
 
 
-def _bar(done: float, total: float, text: str) -> RenderableType:
-    row = Table.grid(padding=(0, 1))
-    row.add_row(ProgressBar(total=total, completed=done, width=24), text)
-    return row
+def _bar(done: float, total: float, text: str, width: int = 20) -> Text:
+    full = round(width * min(1.0, done / total)) if total else 0
+    return Text.assemble(("━" * full, "green"), ("━" * (width - full), "bright_black"), f"  {text}")
 
 
 def plain_line(now: dict[str, Any]) -> str:
