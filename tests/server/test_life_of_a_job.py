@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from server_harness import Start, sample
+import openai
+import pytest
+from server_harness import KEY, Start, sample
 
 
 def test_a_job_is_trained_batch_by_batch_and_succeeds(start: Start) -> None:
@@ -61,6 +63,39 @@ def test_a_finished_job_is_still_served_and_gives_way_to_the_next(start: Start) 
     server.fill(second, 0)
     server.wait_status(second, "succeeded")
     assert server.http.get(models).json()["data"][1]["id"] == first
+
+
+def test_a_finished_worker_that_holds_too_much_memory_is_stopped_and_started_again_when_asked(start: Start) -> None:
+    server = start(idle_memory_gb=0.001)
+    job = server.create_job(num_batches=1)
+    server.fill(job, 0)
+    stopped = server.wait(job, lambda p: p["job_status"] == "succeeded" and p["worker"] is None)
+    assert stopped["inference_version"] == 1
+    assert any("idle_memory_gb" in message for message in server.events(job))
+    answer = server.http.post(server.rl(job, "inference/openai/v1/completions"), json={"prompt": "x"})
+    assert answer.json()["inference_version"] == 1
+
+
+def test_the_openai_client_reads_answers_streams_and_refusals(start: Start) -> None:
+    server = start()
+    job = server.create_job()
+    prefix = f"{server.http.base_url}".rstrip("/") + server.rl(job, "inference/openai/v1")
+    with openai.OpenAI(base_url=prefix, api_key=KEY, max_retries=0) as client:
+        messages: list = [{"role": "user", "content": "hi"}]
+        whole = client.chat.completions.create(model="m", messages=messages, logprobs=True)
+        assert whole.choices[0].message.content == "42"
+        assert (whole.model_extra or {})["prompt_token_ids"] == [11, 12, 13]
+        pieces = [
+            p.choices[0].delta.content
+            for p in client.chat.completions.create(model="m", messages=messages, stream=True)
+        ]
+        assert pieces == ["4", "4", "4"]
+        with pytest.raises(openai.NotFoundError, match="no such model"):
+            client.chat.completions.create(model="unknown", messages=messages)
+        assert [model.id for model in client.models.list()][1] == job
+        server.http.post(f"/v1/fine_tuning/jobs/{job}/cancel")
+        with pytest.raises(openai.ConflictError, match="cancelled"):
+            client.chat.completions.create(model="m", messages=messages)
 
 
 def test_jobs_queue_for_the_place_and_cancelling_frees_it(start: Start) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -192,6 +193,39 @@ def test_a_file_that_is_no_store_is_one_clear_line(tmp_path: Path) -> None:
     path.write_bytes(b"this is not a database, however long it may be" * 100)
     with pytest.raises(StoreError, match=r"store\.sqlite3 cannot be opened.*--home"):
         Database(path)
+
+
+def test_a_full_disk_refuses_what_it_cannot_keep_and_goes_on_afterwards(tmp_path: Path) -> None:
+    store = Database(tmp_path / "s.sqlite3")
+    job = new_job(store, total=None)
+    open_batch(store, job, 0)
+
+    def limit_pages(pages: int) -> None:
+        store.submit(lambda c: c.exec_driver_sql(f"PRAGMA max_page_count={pages}").all()).result()
+
+    limit_pages(1)  # no more than there are now
+    large = pack_sample(
+        id="large", token_ids=[1] * 9999, logprobs=[0.0] * 9999, mask=[1] * 9999, reward=0, metadata={}, debug_info={}
+    )
+    started, go = threading.Event(), threading.Event()
+    held = store.submit(lambda c: (started.set(), go.wait(10)))
+    started.wait(10)  # the writer is busy now, so the next three orders share a transaction
+    futures = [
+        store.submit(lambda c: jobs.set_fields(c, job, reason="neighbour")),
+        store.submit(lambda c: batches.add_samples(c, job, "p", 0, [large])),
+        store.submit(lambda c: jobs.set_fields(c, job, weights="later neighbour")),
+    ]
+    go.set()
+    held.result()
+    for future in futures:  # none is told that it was stored, for none was
+        with pytest.raises(StoreError, match=r"did not commit.*full"):
+            future.result()
+    job_now = store.read_now(lambda c: jobs.get_job(c, job))
+    assert (job_now.reason, job_now.weights) == ("waits for a place", None)
+    assert store.read_now(lambda c: batches.read_batch(c, job_now, 0))["sample_count"] == 0
+    limit_pages(100_000)
+    assert upload(store, job, 0, [large])["sample_count"] == 1
+    store.close()
 
 
 def test_waiting_writes_share_commits(tmp_path: Path) -> None:

@@ -21,6 +21,11 @@ class Settings(BaseSettings):
     parent_pipe: bool = Field(default=False, description="stop when standard input reaches its end")
 
     max_running: int = Field(default=1, ge=1, description="jobs with a worker process at the same time; others queue")
+    idle_memory_gb: float | None = Field(
+        default=None,
+        ge=0,
+        description="a worker of a finished job that holds more memory (GB) is stopped; None = no limit",
+    )
     disk_budget_gb: float = Field(
         default=50.0, gt=0, description="what the home folder may grow to, in GB (10^9 bytes)"
     )

@@ -106,33 +106,44 @@ class Database:
 
 
 def _commit(connection: Connection, group: list[tuple[Operation[Any], Future[Any]]]) -> None:
-    """Run the operations of one group, commit once, then answer."""
-    done: list[tuple[Future[Any], Any]] = []
-    failed: list[tuple[Future[Any], BaseException]] = []
+    """Run the operations of one group, commit once, then answer. If the commit fails, all of them are refused."""
+    live = [(operation, future) for operation, future in group if future.set_running_or_notify_cancel()]
     try:
         with connection.begin():
-            for operation, future in group:
-                if not future.set_running_or_notify_cancel():
-                    continue
-                try:
-                    with connection.begin_nested():
-                        result = operation(connection)
-                    done.append((future, result))
-                except Exception as error:  # noqa: BLE001 - it belongs to the caller who waits on the future
-                    failed.append((future, error))
-    except Exception as error:  # noqa: BLE001 - the commit failed: nobody of this group was stored
-        failed += [(future, StoreError(f"the store did not commit: {error}")) for future, _ in done]
-        answered = {id(future) for future, _ in failed}
-        failed += [
-            (future, StoreError(f"the store did not commit: {error}"))
-            for _, future in group
-            if id(future) not in answered and future.running()
-        ]
-        done = []
-    for future, result in done:
-        future.set_result(result)
-    for future, problem in failed:
-        future.set_exception(problem)
+            outcomes = [_attempt(connection, operation) for operation, _ in live]
+    except Exception as error:  # noqa: BLE001 - it belongs to the callers who wait on the futures
+        for _, future in live:
+            future.set_exception(StoreError(f"the store did not commit: {_first_cause(error)}"))
+        return
+    for (_, future), (result, problem) in zip(live, outcomes, strict=True):
+        if problem is None:
+            future.set_result(result)
+        else:
+            future.set_exception(problem)
+
+
+def _attempt(connection: Connection, operation: Operation[T]) -> tuple[T | None, Exception | None]:
+    """Result or exception of one operation in its savepoint. Raises when the whole transaction is lost."""
+    try:
+        with connection.begin_nested():
+            return operation(connection), None
+    except Exception as error:
+        # On a full disk SQLite rolls the whole transaction back: what the neighbours wrote is gone too, and a commit would
+        # succeed without it.
+        if not _in_transaction(connection):
+            raise
+        return None, error
+
+
+def _in_transaction(connection: Connection) -> bool:
+    return bool(connection.connection.dbapi_connection.in_transaction)  # type: ignore[union-attr]
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    """What set off a chain of errors: the failed clean-up is raised last, the reason lies at its start."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return error
 
 
 def _engine(path: Path, *, begin: str) -> Engine:

@@ -136,6 +136,19 @@ class Supervisor:
         self.gate(job_id).shut()
         await self._idle.pop(job_id).stop(self.settings.worker_stop_timeout)
 
+    async def _retire_if_large(self, job_id: str) -> None:
+        """A trainer's worker may hold far more memory than serving needs; a new one is started when it is asked."""
+        limit, worker = self.settings.idle_memory_gb, self._idle.get(job_id)
+        if limit is None or worker is None or (held := worker.memory_bytes()) <= limit * 1e9:
+            return
+        async with self._places:
+            if job_id in self._idle:
+                await self._retire(job_id)
+        text = (
+            f"worker stopped: it held {held / 1e9:.2f} GB, idle_memory_gb = {limit:g}; it is started again when asked"
+        )
+        await self.database.write(partial(jobs.add_event, job_id=job_id, message=text))
+
     async def _tell_the_waiting(self) -> None:
         running = ", ".join(self._runners)
         for job_id in self._queue:
@@ -159,6 +172,7 @@ class Supervisor:
             self._tasks.pop(runner.job_id, None)
             if runner.worker is not None and not self._stopping:
                 self._idle[runner.job_id] = runner.worker
+        await self._retire_if_large(runner.job_id)
         self._fill_places_soon()
 
     async def _serve_again(self, job: Job) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 from pydantic import BaseModel, ValidationError
 
 from upweight.errors import WorkerError
@@ -75,6 +76,13 @@ class WorkerProcess:
     @property
     def alive(self) -> bool:
         return not self.exit.done()
+
+    def memory_bytes(self) -> int:
+        """Resident memory of the process; 0 if it is gone."""
+        try:
+            return int(psutil.Process(self.pid).memory_info().rss)
+        except psutil.NoSuchProcess:
+            return 0
 
     def describe_death(self) -> str:
         code = self._process.returncode
