@@ -8,12 +8,19 @@ Invariants
 
 import os
 import sys
+from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
 
 from upweight import __version__
+<<<<<<< HEAD
 from upweight.cli.demo_command import demo
+=======
+from upweight.cli import jobs
+
+
+app.command()(demo)
 from upweight.errors import UpweightError
 
 app = typer.Typer(
@@ -24,6 +31,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+app.add_typer(jobs.app, name="jobs")
 
 # Packages of the extra `local`: the light install does not have them.
 _LOCAL_PACKAGES = {"jax", "flax", "optax", "orbax", "numpy", "ml_dtypes", "safetensors", "gguf", "tokenizers", "jinja2"}
@@ -72,6 +80,25 @@ def doctor(
     from upweight.cli.doctor import run_doctor
 
     raise typer.Exit(run_doctor(as_json=as_json))
+
+
+@app.command()
+def serve(
+    home: Annotated[
+        Path | None, typer.Option(help="Folder of store, jobs, logs and key; else UPWEIGHT_HOME, else ~/.upweight.")
+    ] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on; else 127.0.0.1.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on; 0 = any free one; else 8000.")] = None,
+    max_running: Annotated[
+        int | None, typer.Option(help="Jobs that run at the same time, others queue; else 1.")
+    ] = None,
+    disk_budget_gb: Annotated[float | None, typer.Option(help="What the home folder may grow to; else 50.")] = None,
+) -> None:
+    """Serve the job API on this machine, until Ctrl-C. Other settings: UPWEIGHT_ variables."""
+    from upweight.cli.serve import run_serve
+
+    options = {"home": home, "host": host, "port": port, "max_running": max_running, "disk_budget_gb": disk_budget_gb}
+    run_serve(options)
 
 
 app.command()(demo)

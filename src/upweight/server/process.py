@@ -30,8 +30,10 @@ from upweight.server.store.database import Database
 REQUEST_GRACE = 1  # seconds
 
 
-def run(settings: Settings, *, resolve_model: ResolveModel | None = None) -> None:
-    """Serve until told to stop. Raises ServerError or StoreError when the server cannot start."""
+def run(
+    settings: Settings, *, resolve_model: ResolveModel | None = None, on_ready: Callable[[str], None] | None = None
+) -> None:
+    """Serve until told to stop; `on_ready` gets the address. Raises ServerError or StoreError when it cannot start."""
     home = Home(settings.home)
     _check_store(home)
     listener = _listen(settings.host, settings.port)
@@ -44,6 +46,8 @@ def run(settings: Settings, *, resolve_model: ResolveModel | None = None) -> Non
         print(f"upweight server: {url}  home {home.root}", flush=True)
         if key_is_new:
             print(f"upweight server: API key {home.api_key()[0]} (also in {home.key_file})", flush=True)
+        if on_ready is not None:
+            on_ready(url)
 
     _log_to(home)
     app = create_app(settings, resolve_model=resolve_model)

@@ -1,0 +1,52 @@
+"""The calls behind `upweight jobs`: documents as the server sends them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from upweight.errors import ConfigError
+
+if TYPE_CHECKING:
+    from upweight.api_client import TokenFactory
+
+PAGE = 100  # what the server gives at most at once
+
+
+def create_job(client: TokenFactory, body: dict[str, Any]) -> dict[str, Any]:
+    answer: dict[str, Any] = client.post(client.v1.fine_tuning.jobs.bare_endpoint(), json=body).json()
+    return answer
+
+
+def get_job(client: TokenFactory, job_id: str) -> dict[str, Any]:
+    answer: dict[str, Any] = client.get(client.v1.fine_tuning.jobs.endpoint(job_id=_named(job_id))).json()
+    return answer
+
+
+def cancel_job(client: TokenFactory, job_id: str) -> dict[str, Any]:
+    answer: dict[str, Any] = client.post(f"{client.v1.fine_tuning.jobs.endpoint(job_id=_named(job_id))}/cancel").json()
+    return answer
+
+
+def get_progress(client: TokenFactory, job_id: str, *, since: int = -1) -> dict[str, Any]:
+    """How the job stands, with its versions above `since`."""
+    url = f"{client.v1alpha1.fine_tuning.jobs.endpoint(job_id=_named(job_id))}/progress"
+    answer: dict[str, Any] = client.get(url, params={"since": since}).json()
+    return answer
+
+
+def list_jobs(client: TokenFactory, limit: int) -> tuple[list[dict[str, Any]], bool]:
+    """The newest `limit` jobs, newest first, and whether there are more."""
+    found: list[dict[str, Any]] = []
+    has_more = True
+    while has_more and len(found) < limit:
+        query = {"limit": min(PAGE, limit - len(found))} | ({"after": found[-1]["id"]} if found else {})
+        page = client.get(client.v1.fine_tuning.jobs.bare_endpoint(), params=query).json()
+        found += page["data"]
+        has_more = bool(page["has_more"] and page["data"])
+    return found, has_more
+
+
+def _named(job_id: str) -> str:
+    if not job_id.strip():
+        raise ConfigError("the id of a job is empty; upweight jobs list shows the ids")
+    return job_id.strip()

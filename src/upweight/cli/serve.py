@@ -1,0 +1,46 @@
+"""`upweight serve`: the job server in the foreground, with what to do next once it listens."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def run_serve(options: dict[str, Any]) -> None:
+    """Serves until told to stop. Options that are None are left to environment and defaults."""
+    from upweight.server import load_settings, run
+
+    settings = load_settings(**{name: value for name, value in options.items() if value is not None})
+    if not is_loopback(settings.host):
+        print(
+            f"warning: {settings.host} may be reached from other machines, and the server has no TLS: keys and data travel"
+            " in clear. Put a TLS proxy before it, or keep 127.0.0.1 and use an SSH tunnel.",
+            file=sys.stderr,
+        )
+    run(settings, on_ready=lambda url: print("\n".join(next_steps(settings.home)), flush=True))
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def next_steps(home: Path) -> list[str]:
+    """Commands for another terminal; they name the home folder where they would not find it themselves."""
+    from upweight.cli.checks import home as found
+    from upweight.weights.source import usable_models
+
+    model = next(iter(usable_models()), "FOLDER")
+    default = Path("~/.upweight").expanduser()
+    prefix = "" if home == found().absolute() == default else f"UPWEIGHT_HOME={shlex.quote(str(home))} "
+    return [
+        f"  create a job:  {prefix}upweight jobs create --model {model} --batch-size 64",
+        f"  see its state: {prefix}upweight jobs list",
+        "  stop:          Ctrl-C" if os.isatty(0) else f"  stop:          kill {os.getpid()}",
+    ]

@@ -1,0 +1,42 @@
+"""What tests of several folders share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+SMOLLM2 = Path(__file__).parent / "data" / "smollm2"
+
+TINY_CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "max_position_embeddings": 512,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+}
+
+
+@pytest.fixture(scope="session")
+def tiny_model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model folder with random weights (32 wide, 2 layers, 512 tokens of context) and SmolLM2's real tokenizer."""
+    import jax
+
+    from upweight.models.config import DecoderConfig
+    from upweight.models.decoder import random_params
+    from upweight.tokenizer import Tokenizer
+    from upweight.weights.loading import save_model
+
+    tokenizer = Tokenizer.from_folder(SMOLLM2)
+    raw = {**TINY_CONFIG, "vocab_size": tokenizer.vocab_size}
+    config = DecoderConfig.from_huggingface(raw)
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    save_model(folder, config, raw, random_params(config, jax.random.key(0)), tokenizer)
+    return folder
