@@ -23,7 +23,10 @@ def test_seeds_split_differently_and_repeatably() -> None:
 def test_dataset_goes_on_where_an_earlier_part_stopped() -> None:
     tasks = split_tasks(0).train
     whole = SumDataset(tasks, seed=3).sample(2 * len(tasks))
-    first, rest = SumDataset(tasks, seed=3).sample(100), SumDataset(tasks, seed=3, start=100).sample(2 * len(tasks) - 100)
+    first, rest = (
+        SumDataset(tasks, seed=3).sample(100),
+        SumDataset(tasks, seed=3, start=100).sample(2 * len(tasks) - 100),
+    )
     assert first + rest == whole
     assert Counter(whole) == {task: 2 for task in tasks}
 

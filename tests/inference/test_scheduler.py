@@ -1,0 +1,170 @@
+"""The plain parts of the engine: pages, prefixes, plans. Invariants under random requests, lengths, cancels and weight changes."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from upweight.inference.pages import PagePool, PrefixTree
+from upweight.inference.scheduler import Row, Scheduler, StepPlan
+from upweight.inference.types import Request, SamplingParams
+
+
+def row(number: int, prompt: list[int], limit: int) -> Row:
+    request = Request(id=number, prompt_ids=tuple(prompt), params=SamplingParams(), on_done=lambda _: None)
+    return Row(request=request, tokens=list(prompt), limit=limit, seed=0)
+
+
+def check(scheduler: Scheduler, known: dict[int, int]) -> None:
+    """Every page is free or used as often as rows and tree say; every row has pages for what is computed."""
+    uses: Counter[int] = Counter()
+    for one in scheduler.running:
+        assert len(one.pages) >= one.computed
+        uses.update(one.pages)
+    uses.update(node.page for node in scheduler.prefixes._nodes())
+    pool = scheduler.pool
+    assert 0 not in uses
+    assert all(pool.uses(page) == count for page, count in uses.items())
+    assert pool.num_free + len(uses) == pool.num_pages - 1
+    for one in scheduler.waiting:
+        assert one.pages == []
+    assert len(scheduler.running) <= scheduler.max_rows
+
+
+def run_device(scheduler: Scheduler, plan: StepPlan, contents: dict[int, tuple[int, ...]]) -> None:
+    """Plays the device: writes what each page now holds, and checks that what a row reads is its own past."""
+    for piece in plan.prefill:
+        tokens = piece.row.tokens
+        for at in range(piece.start, piece.start + piece.count):
+            contents[piece.row.pages[at]] = tuple(tokens[: at + 1])
+    for one in plan.decode:
+        last = len(one.tokens) - 1
+        contents[one.pages[last]] = tuple(one.tokens)
+        for at in range(last + 1):
+            assert contents[one.pages[at]] == tuple(one.tokens[: at + 1])
+
+
+prompts = st.lists(st.integers(0, 2), min_size=1, max_size=10)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    work=st.lists(st.tuples(prompts, st.integers(1, 8)), min_size=1, max_size=12),
+    num_pages=st.integers(20, 40),
+    max_rows=st.integers(1, 5),
+    budget=st.integers(1, 12),
+    swaps=st.sets(st.integers(0, 30), max_size=3),
+    cancels=st.sets(st.integers(0, 11), max_size=3),
+    data=st.data(),
+)
+def test_every_row_reads_its_own_past_and_finishes(
+    work: list[tuple[list[int], int]],
+    num_pages: int,
+    max_rows: int,
+    budget: int,
+    swaps: set[int],
+    cancels: set[int],
+    data: st.DataObject,
+) -> None:
+    scheduler = Scheduler(max_rows=max_rows, num_pages=num_pages, prefill_budget=budget)
+    rows = [row(i, prompt, len(prompt) + more) for i, (prompt, more) in enumerate(work)]
+    for one in rows:
+        scheduler.add(one)
+    contents: dict[int, tuple[int, ...]] = {}
+    done: set[int] = set()
+    for step in range(2000):
+        if step in swaps:
+            scheduler.set_version(scheduler.version + 1)
+        if step == 3:
+            for number in cancels & (set(range(len(rows))) - done):
+                scheduler.finish(rows[number])
+                done.add(number)
+        plan = scheduler.plan()
+        check(scheduler, {})
+        run_device(scheduler, plan, contents)
+        for one in plan.decode:
+            scheduler.advance(one, data.draw(st.integers(0, 2)) if step < 20 else 1)
+            if len(one.tokens) >= one.limit:
+                scheduler.finish(one)
+                done.add(one.request.id)
+        check(scheduler, {})
+        if len(done) == len(rows):
+            break
+        assert not plan.empty
+    assert len(done) == len(rows)
+
+
+def test_a_group_is_prefilled_once() -> None:
+    scheduler = Scheduler(max_rows=8, num_pages=200)
+    prompt = list(range(20))
+    for i in range(8):
+        scheduler.add(row(i, prompt, 30))
+    plan = scheduler.plan()
+    assert [(piece.start, piece.count) for piece in plan.prefill] == [(0, 19)]
+    assert len(plan.decode) == 8
+    assert scheduler.prefilled_tokens == 19
+
+
+def test_long_prompts_are_prefilled_in_pieces_while_others_decode() -> None:
+    scheduler = Scheduler(max_rows=4, num_pages=400, prefill_budget=16)
+    short = row(0, [1, 2, 3], 50)
+    scheduler.add(short)
+    scheduler.add(row(1, list(range(100)), 150))
+    decoded = 0
+    for _ in range(8):
+        plan = scheduler.plan()
+        assert sum(piece.count for piece in plan.prefill) <= 16
+        decoded += short in plan.decode
+        for one in plan.decode:
+            scheduler.advance(one, 7)
+    assert decoded == 8
+    assert len(scheduler.running) == 2
+
+
+def test_the_youngest_row_makes_room_and_goes_on_with_its_tokens() -> None:
+    scheduler = Scheduler(max_rows=2, num_pages=13)
+    old, young = row(0, [1, 2, 3], 10), row(1, [4, 5, 6], 10)
+    scheduler.add(old)
+    scheduler.add(young)
+    for _ in range(40):
+        plan = scheduler.plan()
+        for one in plan.decode:
+            scheduler.advance(one, 9)
+            if len(one.tokens) >= one.limit:
+                scheduler.finish(one)
+    assert scheduler.preemptions > 0
+    assert old.tokens == [1, 2, 3] + [9] * 7
+    assert young.tokens == [4, 5, 6] + [9] * 7
+    assert not scheduler.running
+    assert not scheduler.waiting
+
+
+def test_no_prefix_outlives_its_weights() -> None:
+    scheduler = Scheduler(max_rows=2, num_pages=50)
+    running = row(0, [1, 2, 3, 4], 20)
+    scheduler.add(running)
+    scheduler.plan()
+    scheduler.advance(running, 5)
+    scheduler.set_version(1)
+    assert scheduler.prefixes.size == 0
+    plan = scheduler.plan()
+    scheduler.advance(plan.decode[0], 6)
+    scheduler.finish(running)  # its keys and values are of two versions: not remembered
+    assert scheduler.prefixes.size == 0
+
+
+def test_eviction_keeps_what_rows_use() -> None:
+    pool = PagePool(8)
+    tree = PrefixTree(pool)
+    pages = [pool.take() for _ in range(4)]
+    tree.insert([1, 2, 3, 4], pages)
+    for page in pages:
+        pool.release(page)
+    held = tree.match([1, 2])
+    tree.evict(7)
+    assert tree.match([1, 2, 3, 4]) == held
+    assert pool.num_free == 5
+    with pytest.raises(IndexError):
+        for _ in range(6):
+            pool.take()
