@@ -14,13 +14,8 @@ from typing import Annotated, NoReturn
 import typer
 
 from upweight import __version__
-<<<<<<< HEAD
-from upweight.cli.demo_command import demo
-=======
 from upweight.cli import jobs
-
-
-app.command()(demo)
+from upweight.cli.demo_command import demo
 from upweight.errors import UpweightError
 
 app = typer.Typer(

@@ -154,16 +154,10 @@ class WorkerCore:
         spec = self.spec
         self.model = load_model(spec.model)
         params, version = self.model.params, 0
-        if spec.mode is WorkerMode.TRAIN:
-            method = spec.reinforcement or {}
-            self._enter(WorkerPhase.LOADING, "building the trainer")
-            tokens = method.get("microbatch_tokens") or 8192
-            settings = PolicySettings.from_method(method)
-            self.trainer = PolicyTrainer(self.model.config, params, settings, microbatch_tokens=tokens)
-            if spec.checkpoint is not None:
-                self._enter(WorkerPhase.LOADING, f"reading checkpoint {Path(spec.checkpoint).name}")
-                load_checkpoint(spec.checkpoint, self.trainer)
-            params, version = self.trainer.policy_params(), self.trainer.version
+        if spec.mode is WorkerMode.TRAIN or spec.checkpoint is not None:
+            trainer = self._load_trainer()
+            params, version = trainer.policy_params(), trainer.version
+            self.trainer = trainer if spec.mode is WorkerMode.TRAIN else None
         sampling = (spec.reinforcement or {}).get("sampling") or {}
         self._enter(WorkerPhase.COMPILING, "starting the engine")
         self.engine = Engine(
@@ -176,6 +170,18 @@ class WorkerCore:
             version=version,
         ).start()
         self._fingerprint = self.engine.fingerprint()
+
+    def _load_trainer(self) -> PolicyTrainer:
+        """At the spec's checkpoint, else at version 0. A worker that only serves needs it to make the weights again."""
+        method = self.spec.reinforcement or {}
+        self._enter(WorkerPhase.LOADING, "building the trainer")
+        tokens = method.get("microbatch_tokens") or 8192
+        settings = PolicySettings.from_method(method)
+        trainer = PolicyTrainer(self.model.config, self.model.params, settings, microbatch_tokens=tokens)
+        if self.spec.checkpoint is not None:
+            self._enter(WorkerPhase.LOADING, f"reading {Path(self.spec.checkpoint).name}")
+            load_checkpoint(self.spec.checkpoint, trainer)
+        return trainer
 
 
 def peak_memory_bytes() -> int:
