@@ -162,7 +162,7 @@ def make_apply(
     def apply(
         trainable: Params, state: Any, grads: Params, loss: jax.Array
     ) -> tuple[Params, Any, jax.Array, jax.Array]:
-        norm = optax.global_norm(grads)
+        norm = jnp.sqrt(sum(jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(grads)))
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
 
         def update(_: None) -> tuple[Params, Any]:

@@ -44,7 +44,7 @@ class StepReport:
     """What became of one batch."""
 
     version: int
-    skipped: bool
+    skipped: bool  # no update was applied because none was finite; parameters are what they were
     metrics: dict[str, float]
     fates: list[str] = field(default_factory=list)
 
@@ -98,12 +98,15 @@ class PolicyTrainer:
             trees = jax.tree.map(jnp.copy, trees)
         return {**trees, "version": self.version, "updates": self.updates}
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Takes over a copy of `state`; `TrainingError` naming the first array that this trainer has no place for."""
+    def load_state(self, state: Mapping[str, Any], *, copy: bool = True) -> None:
+        """Takes over a copy of `state`; `TrainingError` naming the first array that this trainer has no place for.
+
+        Without `copy` the arrays become the trainer's own: the caller must not use them again.
+        """
         mine = self.state(copy=False)
-        _check_same_form({name: mine[name] for name in ARRAYS}, {name: state[name] for name in ARRAYS})
-        # Placed like the arrays they replace: optimizer state is donated later and must not be the caller's.
-        trees = {name: jax.tree.map(_copy_like, state[name], mine[name]) for name in ARRAYS}
+        check_same_form({name: mine[name] for name in ARRAYS}, {name: state[name] for name in ARRAYS})
+        take = functools.partial(jnp.array, copy=copy)
+        trees = {name: jax.tree.map(lambda new, old: take(new, old.dtype), state[name], mine[name]) for name in ARRAYS}
         self.trainable, self.optimizer_state = trees["trainable"], trees["optimizer_state"]
         self.version, self.updates = int(state["version"]), int(state["updates"])
 
@@ -115,13 +118,12 @@ class PolicyTrainer:
         """One version from one batch; never raises for what a sample holds. Metrics that are not finite are left out."""
         advantages, fates = self._advantages(batch)
         active = np.flatnonzero([fate in ("trained", "zero_advantage") for fate in fates])
-        metrics = _batch_metrics(batch, advantages, fates)
+        metrics = _batch_metrics(batch, advantages, fates) | {"update_skipped": 0.0}
         skipped = False
         regularised = self.settings.beta > 0 or self.settings.entropy_coeff > 0
         if "trained" in fates or (regularised and len(active)):
             step_metrics, skipped = self._update(batch.select(active), advantages[active])
             metrics |= step_metrics
-        metrics["update_skipped"] = float(skipped)
         metrics = {name: value for name, value in metrics.items() if np.isfinite(value)}
         self.version += 1
         return StepReport(version=self.version, skipped=skipped, metrics=metrics, fates=fates)
@@ -158,7 +160,7 @@ class PolicyTrainer:
                 report, logprobs = self._one_update(batch, advantages, part, old, reference)
                 reports.append(report)
         metrics = _join_reports(reports, self.settings.epochs)
-        skipped = metrics.pop("skipped") > 0
+        skipped = metrics["update_skipped"] == 1.0
         # Of the weights before the first update, which are those that may have sampled.
         return metrics | _mismatch(batch, logprobs if old is None else old, self.version), skipped
 
@@ -192,7 +194,7 @@ class PolicyTrainer:
         self.updates += int(applied)
         report = {name: float(value) for name, value in sums.items()}
         report |= {"grad_norm": float(norm), "learning_rate": rate, "num_tokens": float(layout.weight.sum())}
-        return report | {"packed_tokens": float(layout.num_tokens), "skipped": float(not applied)}, logprobs
+        return report | {"packed_tokens": float(layout.num_tokens), "update_skipped": float(not applied)}, logprobs
 
     def _pieces(
         self,
@@ -261,28 +263,27 @@ def _join_reports(reports: list[dict[str, float]], epochs: int) -> dict[str, flo
         values = [report[name] for report in reports]
         if name in ("num_tokens", "packed_tokens"):
             joined[name] = sum(values) / epochs
-        elif name == "skipped" or name.endswith("_max"):
+        elif name == "update_skipped":
+            joined[name] = sum(values) / len(values)
+        elif name.endswith("_max"):
             joined[name] = max(values)
         else:
             joined[name] = values[-1] if name == "learning_rate" else float(np.average(values, weights=weights))
     return joined
 
 
-def _check_same_form(mine: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+def check_same_form(mine: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """`TrainingError` naming the first array of a state whose path or shape is not the trainer's."""
     wanted, found = (
         {jax.tree_util.keystr(path): np.shape(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
         for tree in (mine, given)
     )
-    for name in wanted.keys() | found.keys():
+    for name in sorted(wanted.keys() | found.keys()):
         if wanted.get(name) != found.get(name):
             raise TrainingError(
                 f"state{name} has shape {found.get(name, 'none')}, the trainer needs {wanted.get(name, 'none')}: "
                 "build the trainer with the model and settings that the state was saved with"
             )
-
-
-def _copy_like(new: Any, old: jax.Array) -> jax.Array:
-    return jnp.array(new, old.dtype, copy=True)
 
 
 def _minibatches(count: int, size: int | None) -> list[np.ndarray]:
