@@ -26,7 +26,7 @@ def resolve_fake(name: str) -> SimpleNamespace:
     """Any existing file or folder is a model."""
     if not Path(name).exists():
         raise ModelNotFound(f"model {name!r} is not on this machine; download it first")
-    return SimpleNamespace(path=Path(name))
+    return SimpleNamespace(path=name, name=Path(name).name)
 
 
 def fake_settings(home: Path, behaviour: dict[str, Any] | None = None, **more: Any) -> Settings:

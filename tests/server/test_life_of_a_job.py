@@ -62,7 +62,7 @@ def test_a_finished_job_is_still_served_and_gives_way_to_the_next(start: Start) 
     assert "places" in refused.json()["error"]["message"]
     server.fill(second, 0)
     server.wait_status(second, "succeeded")
-    assert server.http.get(models).json()["data"][1]["id"] == first
+    assert server.http.get(models).json()["data"][-1]["id"] == first
 
 
 def test_a_finished_worker_that_holds_too_much_memory_is_stopped_and_started_again_when_asked(start: Start) -> None:
@@ -92,7 +92,7 @@ def test_the_openai_client_reads_answers_streams_and_refusals(start: Start) -> N
         assert pieces == ["4", "4", "4"]
         with pytest.raises(openai.NotFoundError, match="no such model"):
             client.chat.completions.create(model="unknown", messages=messages)
-        assert [model.id for model in client.models.list()][1] == job
+        assert [model.id for model in client.models.list()] == [server.model, "model", job]
         server.http.post(f"/v1/fine_tuning/jobs/{job}/cancel")
         with pytest.raises(openai.ConflictError, match="cancelled"):
             client.chat.completions.create(model="m", messages=messages)

@@ -69,14 +69,16 @@ def create_job(http: httpx.Client, model: Path, **settings: Any) -> str:
     return answer.json()["id"]
 
 
-def wait_for_version(http: httpx.Client, job: str, version: int) -> dict[str, Any]:
+def wait_for(http: httpx.Client, job: str, condition: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
     end = time.monotonic() + 20
-    while True:
-        progress = http.get(f"/v1alpha1/fine_tuning/jobs/{job}/progress").json()
-        if progress["inference_version"] == version and progress["worker"]:
-            return progress
+    while not condition(progress := http.get(f"/v1alpha1/fine_tuning/jobs/{job}/progress").json()):
         assert time.monotonic() < end, progress
         time.sleep(0.05)
+    return progress
+
+
+def wait_for_version(http: httpx.Client, job: str, version: int) -> dict[str, Any]:
+    return wait_for(http, job, lambda p: p["inference_version"] == version and p["worker"])
 
 
 def test_kill_9_in_the_middle_of_uploads_keeps_all_that_was_acknowledged(serve: Serve, tmp_path: Path) -> None:
@@ -131,10 +133,19 @@ def test_workers_die_with_a_killed_server_and_the_next_one_goes_on(serve: Serve,
     gone = psutil.Process(known["worker"]["pid"]) if psutil.pid_exists(known["worker"]["pid"]) else None
     if gone is not None:
         gone.wait(5)
-    serve()
+    second = serve('behaviour={"train_seconds": 1.0}')
     with client(home) as http:
         progress = wait_for_version(http, job, 1)
         assert progress["versions"] == known["versions"]
+        http.post(f"/v1alpha1/fine_tuning/jobs/{job}/batches", json={"index": 1})
+        http.post(f"/v1alpha1/fine_tuning/jobs/{job}/batches/1/samples", json={"samples": [sample("b")]})
+        wait_for(http, job, lambda p: p["reason"] == "trains batch 1")
+    second.kill()  # in the middle of batch 1
+    serve()
+    with client(home) as http:
+        progress = wait_for(http, job, lambda p: p["job_status"] == "succeeded")
+        assert progress["versions"][:2] == known["versions"]
+        assert (progress["ledger"]["accepted"], progress["ledger"]["trained"]) == (2, 2)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

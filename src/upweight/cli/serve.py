@@ -13,6 +13,11 @@ from typing import Any
 def run_serve(options: dict[str, Any]) -> None:
     """Serves until told to stop. Options that are None are left to environment and defaults."""
     from upweight.server import load_settings, run
+    from upweight.server.process import Ready, tell
+
+    def announce(ready: Ready) -> None:
+        tell(ready)
+        print("\n".join(next_steps(ready.home)), flush=True)
 
     settings = load_settings(**{name: value for name, value in options.items() if value is not None})
     if not is_loopback(settings.host):
@@ -21,7 +26,7 @@ def run_serve(options: dict[str, Any]) -> None:
             " in clear. Put a TLS proxy before it, or keep 127.0.0.1 and use an SSH tunnel.",
             file=sys.stderr,
         )
-    run(settings, on_ready=lambda url: print("\n".join(next_steps(settings.home)), flush=True))
+    run(settings, on_ready=announce)
 
 
 def is_loopback(host: str) -> bool:

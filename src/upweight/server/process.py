@@ -16,7 +16,9 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from logging.handlers import RotatingFileHandler
+from pathlib import Path
 
 import uvicorn
 
@@ -30,24 +32,43 @@ from upweight.server.store.database import Database
 REQUEST_GRACE = 1  # seconds
 
 
+@dataclass(frozen=True)
+class Ready:
+    """What a server that listens has to tell."""
+
+    url: str
+    home: Path
+    key_file: Path
+    new_key: str | None = field(repr=False)  # the API key if this start made it, to be shown once
+
+
+def tell(ready: Ready) -> None:
+    """The lines of `serve`."""
+    print(f"upweight server: {ready.url}  home {ready.home}", flush=True)
+    if ready.new_key is not None:
+        print(f"upweight server: API key {ready.new_key} (also in {ready.key_file})", flush=True)
+
+
 def run(
-    settings: Settings, *, resolve_model: ResolveModel | None = None, on_ready: Callable[[str], None] | None = None
+    settings: Settings,
+    *,
+    resolve_model: ResolveModel | None = None,
+    on_ready: Callable[[Ready], None] = tell,
 ) -> None:
-    """Serve until told to stop; `on_ready` gets the address. Raises ServerError or StoreError when it cannot start."""
+    """Serve until told to stop; `on_ready` is called once the server listens and `server.json` is written.
+
+    Raises ServerError or StoreError when the server cannot start.
+    """
     home = Home(settings.home)
     _check_store(home)
     listener = _listen(settings.host, settings.port)
     host, port = listener.getsockname()[:2]
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    _, key_is_new = home.api_key()
+    key, key_is_new = home.api_key()
 
     def ready() -> None:
         home.announce(url)
-        print(f"upweight server: {url}  home {home.root}", flush=True)
-        if key_is_new:
-            print(f"upweight server: API key {home.api_key()[0]} (also in {home.key_file})", flush=True)
-        if on_ready is not None:
-            on_ready(url)
+        on_ready(Ready(url, home.root, home.key_file, key if key_is_new else None))
 
     _log_to(home)
     app = create_app(settings, resolve_model=resolve_model)

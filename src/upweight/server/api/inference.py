@@ -23,7 +23,7 @@ from upweight.server.api.errors import both_forms
 from upweight.server.api.served import StreamReader, served_of
 from upweight.server.refusals import Refusal
 from upweight.server.store import completions
-from upweight.server.store.jobs import Job
+from upweight.server.store.jobs import Job, get_job
 
 PREFIX = "/v1alpha1/fine_tuning/jobs/{job_id}"
 MOST_ATTEMPTS = 5
@@ -117,7 +117,7 @@ async def _ask(request: Request, job: Job, parts: Parts, method: str, path: str,
     """The worker's answer, its body not yet read. A worker that breaks off before answering is followed by the next one."""
     broken: Exception | None = None
     for _ in range(MOST_ATTEMPTS):
-        current = await _current(parts, job)
+        current = await parts.database.read(lambda c: get_job(c, job.id))
         worker = await _until_gone(request, parts.supervisor.serving(current))
         call = worker.client.build_request(
             method,
@@ -134,12 +134,6 @@ async def _ask(request: Request, job: Job, parts: Parts, method: str, path: str,
             broken = error
             await asyncio.sleep(0.1)
     raise Refusal(503, f"the worker broke off {MOST_ATTEMPTS} times, last: {broken!r}; try again")
-
-
-async def _current(parts: Parts, job: Job) -> Job:
-    from upweight.server.store.jobs import get_job
-
-    return await parts.database.read(lambda c: get_job(c, job.id))
 
 
 async def _until_gone(request: Request, work: Any) -> Any:

@@ -79,13 +79,13 @@ def _warnings(request: dict[str, Any]) -> list[str]:
     return unknown + unused
 
 
-async def resolve_model(parts: Parts, model: str) -> str:
-    """Absolute path of the model. Raises Refusal 422 when it is not on this machine."""
+async def resolve_model(parts: Parts, model: str) -> tuple[str, str]:
+    """Absolute path of the model and what to call it. Raises Refusal 422 when it is not on this machine."""
     try:
         source = await asyncio.to_thread(parts.resolve_model, model)
     except ModelError as error:
         raise invalid(("body", "model"), str(error), "model_not_found") from error
-    return str(Path(source.path).absolute())
+    return str(Path(source.path).absolute()), getattr(source, "name", model)
 
 
 async def refuse_without_room(parts: Parts, model_path: str, wanted: WantedJob) -> None:

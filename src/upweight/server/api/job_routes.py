@@ -22,7 +22,7 @@ DEFAULT_LIMIT = 20
 async def create(request: Request, parts: PartsOf, project: ProjectOf) -> dict[str, Any]:
     body = await read_body(request)
     wanted = parse_request(parse_json(body))
-    model_path = await resolve_model(parts, wanted.model)
+    model_path, model_name = await resolve_model(parts, wanted.model)
     await refuse_without_room(parts, model_path, wanted)
 
     def effect(connection: Any) -> dict[str, Any]:
@@ -31,7 +31,7 @@ async def create(request: Request, parts: PartsOf, project: ProjectOf) -> dict[s
             project=project,
             model=wanted.model,
             model_path=model_path,
-            request=wanted.kept,
+            request={**wanted.kept, "model_name": model_name},
             reinforcement=wanted.reinforcement.model_dump(mode="json"),
         )
         for warning in wanted.warnings:

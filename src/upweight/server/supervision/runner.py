@@ -386,7 +386,7 @@ def worker_spec(job: Job, home: Home, mode: WorkerMode, checkpoint: str | None) 
         job_id=job.id,
         mode=mode,
         model=job.model_path,
-        model_names=list(dict.fromkeys([job.model, job.id])),
+        model_names=list(dict.fromkeys([job.model, job.request["model_name"], job.id])),
         reinforcement=job.reinforcement,
         socket="",  # chosen by start_worker
         folder=str(home.job_folder(job.id)),

@@ -13,6 +13,8 @@ import logging
 import time
 from functools import partial
 
+from sqlalchemy import Connection
+
 from upweight.server.home import Home
 from upweight.server.refusals import Refusal
 from upweight.server.settings import Settings
@@ -49,8 +51,7 @@ class Supervisor:
         """Queue what was not over when the server stopped."""
         for job in await self.database.read(jobs.unfinished_jobs):
             if job.job_status != "queued":
-                resumed = partial(jobs.add_event, job_id=job.id, message="server started again: the job is resumed")
-                await self.database.write(resumed)
+                await self.database.write(partial(_resume, job_id=job.id))
             self._queue.append(job.id)
         self._fill_places_soon()
 
@@ -223,6 +224,11 @@ class Supervisor:
             raise Refusal(
                 503, f"the model of job {job.id} loaded as version {version} with a fingerprint that is not recorded"
             )
+
+
+def _resume(connection: Connection, job_id: str) -> None:
+    jobs.set_state(connection, job_id, "queued", "waits for a place after a start of the server")
+    jobs.add_event(connection, job_id, "server started again: the job is resumed")
 
 
 def _log_failure(task: asyncio.Task[None]) -> None:
