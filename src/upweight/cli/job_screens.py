@@ -100,7 +100,7 @@ def short(fingerprint: str) -> str:
     return fingerprint[:12]
 
 
-_MISMATCH = ("mismatch_max", ".1e")
+_MISMATCH = ("mismatch_max", ".2g")
 
 
 def _version_row(version: Document) -> tuple[str, ...]:

@@ -96,4 +96,26 @@ def serve(
     run_serve(options)
 
 
+@app.command()
+def chat(
+    target: Annotated[str, typer.Argument(help="A job's id, a model folder, a .gguf file, or the name of a model.")],
+    prompt: Annotated[str | None, typer.Option(help="Answer this and end; prints the answer alone.")] = None,
+    system: Annotated[str | None, typer.Option(help="Instructions before the first question.")] = None,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 = always the likeliest token.")] = 0.7,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer at most.")] = 512,
+    seed: Annotated[int | None, typer.Option(help="Makes answers repeatable.")] = None,
+    url: jobs.Url = None,
+    key: jobs.Key = None,
+    as_json: Annotated[bool, typer.Option("--json", help="With --prompt: one JSON object about the answer.")] = False,
+) -> None:
+    """Talk to a job's model as it is now, or to saved weights. Without a terminal standard input is the prompt."""
+    from upweight.cli.chat import run_chat
+    from upweight.cli.chat_voices import Sampling
+
+    if as_json and prompt is None:
+        raise typer.BadParameter("it needs --prompt", param_hint="--json")
+    sampling = Sampling(temperature=temperature, max_tokens=max_tokens, seed=seed)
+    run_chat(target, prompt=prompt, system=system, sampling=sampling, as_json=as_json, url=url, key=key)
+
+
 app.command()(demo)
