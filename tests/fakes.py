@@ -108,12 +108,14 @@ class FakeJobServer:
         return [sample for _, samples in sorted(self.batches.items()) for sample in samples]
 
     def worst_staleness(self) -> int:
-        return max(
-            index - 1 - sample["debug_info"]["starting_inference_version"]
+        """Of the samples that carry a version; −1 if none does."""
+        stamps = [
+            (index, sample["debug_info"]["starting_inference_version"])
             for index, samples in self.batches.items()
             for sample in samples
             if "starting_inference_version" in sample["debug_info"]
-        )
+        ]
+        return max((index - 1 - version for index, version in stamps), default=-1)
 
     def count(self, method: str, suffix: str) -> int:
         return sum(r.method == method and r.path.split("?")[0].endswith(suffix) for r in self.requests)

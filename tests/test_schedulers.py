@@ -1,5 +1,6 @@
 """The worked traces of the schedulers, and their invariants under random events."""
 
+import dataclasses
 import random
 from dataclasses import dataclass
 
@@ -45,6 +46,20 @@ def done(scheduler, name):
     """Finish a task; its samples are its name, G times. Returns what became ready."""
     scheduler.add_sample_group(name, [name] * scheduler.config.num_samples_per_task)
     return scheduler.get_ready_samples()
+
+
+def test_names_and_defaults():
+    fields = {f.name: f.default for f in dataclasses.fields(RolloutSchedulerConfig)}
+    assert list(fields) == [
+        "batch_size",
+        "num_batches",
+        "num_samples_per_task",
+        "parallel_rollouts",
+        "allowed_staleness",
+        "drop_stale_trajectories",
+    ]
+    assert {name for name, default in fields.items() if default is not dataclasses.MISSING} == {"num_batches"}
+    assert fields["num_batches"] is None
 
 
 def test_choice_of_policy():

@@ -66,6 +66,11 @@ def test_group_advantages():
     assert utils.group_advantages([0.5, 0.5]) == [0.0, 0.0]
 
 
+def test_call_concurrently_raises_the_error():
+    with pytest.raises(ZeroDivisionError):
+        utils.call_concurrently(lambda: 1 // 0, 2)
+
+
 def test_grpo_asks_at_the_same_time(server, context):
     server.inference_delay = 0.2
     group = grpo.roll_out_task(grpo.Task("?", "42"), context, grpo.MyConfig())

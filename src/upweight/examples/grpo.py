@@ -7,7 +7,6 @@ TOKENFACTORY_ROLLOUT_JOB_ID; other TOKENFACTORY_ROLLOUT_ variables replace the s
 from __future__ import annotations
 
 import logging
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from random import choices, randint
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING
 from pydantic_settings import BaseSettings
 
 from upweight.api_client import TokenFactory
-from upweight.examples.utils import group_advantages, parse_completion, version_info
+from upweight.examples.utils import call_concurrently, group_advantages, parse_completion, version_info
 from upweight.rollout import RolloutConfig, RolloutContext, RolloutRunner
 from upweight.rollout.models import Sample, SampleGroup
 
@@ -70,9 +69,7 @@ def reward_fn(response: str, answer: str) -> float:
 def roll_out_task(task: Task, context: RolloutContext, my_config: MyConfig) -> SampleGroup:
     """Ask G times at once; a group whose rewards are all equal teaches nothing and is rejected."""
     n = context.config.num_samples_per_task
-    ask = partial(_complete, task, context, my_config)
-    with ThreadPoolExecutor(max_workers=n) as pool:
-        completions = [future.result() for future in [pool.submit(ask) for _ in range(n)]]
+    completions = call_concurrently(partial(_complete, task, context, my_config), n)
     rewards_G = [reward_fn(response=c.choices[0].message.content or "", answer=task.answer) for c in completions]
     if my_config.reject_equal_rewards and n > 1 and len(set(rewards_G)) == 1:
         return SampleGroup(is_rejected=True)

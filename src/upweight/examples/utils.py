@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from statistics import fmean, pstdev
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletion
+
+T = TypeVar("T")
 
 TOKEN_PREFIX = "token_id:"
 
@@ -45,6 +48,31 @@ def version_info(completion: ChatCompletion) -> dict[str, Any]:
     choice = completion.choices[0].model_extra or {}
     info["token_inference_versions"] = choice.get("token_inference_versions")
     return {name: value for name, value in info.items() if value is not None}
+
+
+def call_concurrently(function: Callable[[], T], n: int) -> list[T]:
+    """Results of `n` calls made at the same time; the first error is raised after all have ended.
+
+    The threads are daemons (those of `concurrent.futures` are not), so that a hanging request never keeps the
+    interpreter from exiting.
+    """
+    outcomes: list[tuple[T | None, BaseException | None]] = [(None, None)] * n
+
+    def call(index: int) -> None:
+        try:
+            outcomes[index] = (function(), None)
+        except BaseException as error:  # noqa: BLE001 (raised again in the caller's thread)
+            outcomes[index] = (None, error)
+
+    threads = [threading.Thread(target=call, args=(index,), daemon=True) for index in range(n)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for _, error in outcomes:
+        if error is not None:
+            raise error
+    return [cast(T, result) for result, _ in outcomes]
 
 
 def group_advantages(rewards_G: Sequence[float]) -> list[float]:

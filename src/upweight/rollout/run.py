@@ -18,7 +18,9 @@ from dataclasses import dataclass, replace
 from queue import Empty, Queue
 from typing import Any
 
-from upweight.api_client import TokenFactory
+import httpx
+
+from upweight.api_client import APIError, TokenFactory
 from upweight.api_client._retry import call_limits
 from upweight.api_client.models.rl_job import JobStatus
 from upweight.rollout import messages
@@ -27,7 +29,7 @@ from upweight.rollout.context import RolloutContext
 from upweight.rollout.dataset import DatasetProtocol
 from upweight.rollout.dispatcher import DEFAULT_QUEUE_GET_TIMEOUT, RolloutDispatcher
 from upweight.rollout.evaluation import EvaluationSchedule, Evaluator
-from upweight.rollout.exceptions import DatasetExhausted, RolloutStalled, RolloutTimeout
+from upweight.rollout.exceptions import DatasetExhausted, RolloutStalled, RolloutTimeout, UploadFailed
 from upweight.rollout.feeder import DatasetFeeder
 from upweight.rollout.models import JobStatusUpdate, RolloutException, RolloutResult, Task
 from upweight.rollout.setup import effective_batches, find_position, make_scheduler, upload_plan
@@ -107,6 +109,10 @@ class Run:
             if self._num_batches is not None and status.filled_batches >= self._num_batches:
                 return self._summary("all batches were filled already")
             return self._feed(status)
+        except (APIError, httpx.HTTPError, UploadFailed):
+            if self._stopping.is_set():  # the stop cut a call short
+                return self._summary("stopped")
+            raise
         finally:
             self._context.close()
 

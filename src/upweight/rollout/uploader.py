@@ -4,7 +4,9 @@ Invariants
 1. A sample is owned here, and on disk with a spool, until the server has acknowledged it; its id never changes.
 2. Samples enter places in the order in which they came; a batch never gets more than B of them.
 3. When somebody else filled places, a sample still enters no batch beyond its staleness bound: it is dropped, and told.
-4. A batch is opened as soon as the one before is full, but none after the last.
+4. Samples whose upload ended without an answer may be stored or not ("uncertain"). Sent again they count once: where
+   their places had been taken for somebody else's, these are given back.
+5. A batch is opened as soon as the one before is full, but none after the last.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from queue import Queue
-from typing import Any
+from typing import Any, TypeGuard
 
 import httpx
 
@@ -68,7 +70,7 @@ def check_told_size(batch_size: int, told: object) -> None:
         raise BatchSizeMismatch(f"batch_size is {batch_size} here but {told} on the server; use {told}")
 
 
-def _is_conflict(error: Exception) -> bool:
+def _is_conflict(error: Exception) -> TypeGuard[BadRequestError]:
     return isinstance(error, BadRequestError) and error.response is not None and error.response.status_code == 409
 
 
@@ -152,6 +154,7 @@ class Uploader(threading.Thread):
         self._spool = spool
         self._opened = opened
         self._backlog: deque[Sample] = deque()
+        self._uncertain: set[str] = set()
         self._changed = threading.Condition()
         self._stopping = threading.Event()
         self._failing_since: float | None = None
@@ -227,20 +230,25 @@ class Uploader(threading.Thread):
             self._opened = index
             self._note_count(batch, index, taken)
             return
-        if self._plan.num_batches is not None and index >= self._plan.num_batches:
-            self._drop(list(self._backlog), 0)
-            return
         with self._changed:
             chunk = [self._backlog[i] for i in range(min(len(self._backlog), self._plan.batch_size - taken))]
+        # Samples may have been accepted while the news of others' places was still under way to the scheduler.
+        misfits = [sample for sample in chunk if not self._plan.fits(sample, self._position)]
+        if misfits:
+            self._drop(misfits, 0)
+            return
         try:
             batch = batches.submit_samples(job_id=self._plan.job_id, batch_index=index, samples=chunk)
-        except BadRequestError as error:
+        except (APIError, httpx.HTTPError) as error:
             if not _is_conflict(error):
+                self._uncertain.update(sample.id for sample in chunk)
                 raise
             self._resynchronise(error)
             return
+        n_uncertain = len(self._uncertain.intersection(sample.id for sample in chunk))
+        self._uncertain.difference_update(sample.id for sample in chunk)
         self._acknowledge(chunk)
-        self._note_count(batch, index, taken + len(chunk))
+        self._note_count(batch, index, taken + len(chunk), n_uncertain)
 
     def _acknowledge(self, chunk: Sequence[Sample]) -> None:
         with self._changed:
@@ -250,11 +258,17 @@ class Uploader(threading.Thread):
         self.staleness.update(self._batch_index - 1 - s.debug_info["starting_inference_version"] for s in chunk)
         self._position += len(chunk)
 
-    def _note_count(self, batch: Batch, index: int, expected: int) -> None:
-        """Compare the server's count with ours: a larger one moves ours up, a smaller one is only logged."""
+    def _note_count(self, batch: Batch, index: int, expected: int, n_uncertain: int = 0) -> None:
+        """Compare the server's count with ours: a larger one moves ours up.
+
+        A smaller one is only logged, unless samples that were stored before (uncertain ones) explain it.
+        """
         count = expected if batch.sample_count is None else batch.sample_count
         check_capacity(self._plan.batch_size, batch)
-        if count < expected:
+        if 0 < expected - count <= n_uncertain:
+            self._position -= expected - count
+            self._output.put(PlacesTaken(count - expected, 0))
+        elif count < expected:
             logger.warning("Batch %d: the server counts %d samples, %d were expected", index, count, expected)
         elif count > expected:
             self._make_room(count - expected)
@@ -300,6 +314,7 @@ class Uploader(threading.Thread):
             self._backlog.clear()
             self._backlog.extend(kept)
         self._spool.remove(dropped)
+        self._uncertain -= ids
         self._output.put(PlacesTaken(foreign - len(dropped), len(dropped)))
 
     # -- failures

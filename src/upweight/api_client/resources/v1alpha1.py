@@ -12,6 +12,8 @@ from upweight.api_client.models.rl_job import Batch, CreateBatchRequest, JobStat
 from upweight.api_client.resources._base import JobCollection, JobResource, Resource, present
 from upweight.api_client.resources.inference import Inference
 
+UPLOAD_TIMEOUT_S = 60.0  # long samples by the hundred are megabytes; the client's 5 s would cut them off
+
 
 class Batches(JobResource):
     PATH_SEGMENT = "batches"
@@ -27,8 +29,9 @@ class Batches(JobResource):
 
     def submit_samples(self, *, job_id: str, batch_index: int, samples: Sequence[Sample]) -> Batch:
         """Store samples, exactly once by their ids; all or none of them (409 if they do not fit)."""
-        body = to_body(UploadSamplesRequest(samples=list(samples)))
-        return parse(Batch, self._client.post(f"{self.endpoint(job_id=job_id)}/{batch_index}/samples", json=body))
+        body = UploadSamplesRequest(samples=list(samples)).model_dump_json()  # compact, and fast for long lists
+        url, headers = f"{self.endpoint(job_id=job_id)}/{batch_index}/samples", {"Content-Type": "application/json"}
+        return parse(Batch, self._client.post(url, content=body, headers=headers, timeout=UPLOAD_TIMEOUT_S))
 
 
 class Jobs(JobCollection):

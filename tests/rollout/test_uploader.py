@@ -1,0 +1,131 @@
+"""The uploader on its own: who owns which place when answers are lost and others fill the job too."""
+
+import time
+from queue import Empty, Queue
+
+import pytest
+
+from upweight.rollout import uploader
+from upweight.rollout.messages import Broken, PlacesTaken, Uploaded
+from upweight.rollout.spool import Spool
+from upweight.rollout.uploader import Uploader, UploadPlan
+from upweight.rollout.validation import to_wire
+
+from . import helpers
+
+
+@pytest.fixture
+def upload(server, api, monkeypatch):
+    monkeypatch.setattr(uploader, "FIRST_WAIT_S", 0.05)
+    started = []
+
+    def start(**changes):
+        plan = UploadPlan(
+            **{"job_id": "job-1", "batch_size": 4, "num_batches": None, "staleness": 0, "timeout": 5, **changes}
+        )
+        api.v1alpha1.fine_tuning.jobs.batches.create(job_id="job-1", index=0)
+        started.append(Uploader(api, plan, 0, Queue(), Spool(None, "job-1"), opened=0))
+        started[-1].start()
+        return started[-1]
+
+    yield start
+    for thread in started:
+        thread.stop()
+        thread.join(3)
+        assert not thread.is_alive()
+
+
+def wire(n, version=0):
+    return [to_wire(helpers.good_sample(), task_id="t", version=version) for _ in range(n)]
+
+
+def settle(thread):
+    deadline = time.monotonic() + 5
+    while thread.backlog and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.05)
+    news = []
+    try:
+        while True:
+            news.append(thread._output.get_nowait())
+    except Empty:
+        return news
+
+
+def shifts(news):
+    return sum(m.n_places for m in news if isinstance(m, PlacesTaken))
+
+
+def test_batches_are_opened_one_ahead_but_none_after_the_last(server, upload):
+    thread = upload(num_batches=2)
+    thread.put(wire(6))
+    assert settle(thread)[-1] == Uploaded(1, 2)
+    thread.put(wire(2, version=1))
+    settle(thread)
+    assert server.sizes() == {0: 4, 1: 4}
+    assert sorted(server.batches) == [0, 1]
+    assert thread.staleness == {-1: 4 + 2, 0: 2}
+
+
+def test_places_of_others_move_ours_and_drop_what_became_too_stale(server, upload):
+    server.faults = []
+    thread = upload()
+    server.put_samples(0, 4)
+    server.put_samples(1, 2)
+    thread.put(wire(3))
+    news = settle(thread)
+    assert server.sizes() == {0: 4, 1: 4}
+    assert [m for m in news if isinstance(m, PlacesTaken)] == [PlacesTaken(5, 1)]
+
+
+def test_a_stored_upload_without_answer_is_not_taken_for_somebody_elses(server, upload):
+    server.fail("/samples", 502, times=4, stored=True)
+    thread = upload()
+    first, rest = wire(1), wire(2)
+    thread.put(first)
+    while not server.ids:
+        time.sleep(0.005)
+    server.put_samples(0, 2)
+    thread.put(rest)
+    news = settle(thread)
+    assert server.sizes() == {0: 4, 1: 1}
+    assert {s.id for s in [*first, *rest]} <= server.ids
+    assert shifts(news) == 2
+    assert thread.position == 5
+
+
+def test_what_is_accepted_too_late_is_dropped(server, upload):
+    thread = upload()
+    server.put_samples(0, 4)
+    server.put_samples(1, 3)
+    thread.put(wire(1))
+    settle(thread)
+    thread.put(wire(2))  # the scheduler does not know yet that batch 2 is being filled
+    news = settle(thread)
+    assert server.worst_staleness() == 0
+    assert PlacesTaken(-2, 2) in news
+    assert thread.position == 8
+
+
+def test_a_larger_count_moves_ours_up(server, upload):
+    thread = upload()
+    server.put_samples(0, 1)
+    thread.put(wire(2))
+    news = settle(thread)
+    assert shifts(news) == 1
+    assert thread.position == 3
+
+
+def test_a_batch_that_vanished_is_opened_again(server, upload):
+    thread = upload()
+    del server.batches[0]
+    thread.put(wire(2))
+    assert settle(thread)[-1] == Uploaded(0, 2)
+
+
+def test_a_bug_in_the_thread_is_told(server, upload):
+    thread = upload()
+    thread.put([None])
+    while not (news := settle(thread)):
+        time.sleep(0.01)
+    assert isinstance(news[-1], Broken)
