@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from upweight.errors import RequestError
 from upweight.tokenizer import Tokenizer
 
 Rows = list[dict[str, Any]]
@@ -83,3 +84,13 @@ def test_loading_a_gguf_is_fast(smollm_gguf: Path) -> None:
     start = time.perf_counter()
     Tokenizer.from_gguf(smollm_gguf)
     assert time.perf_counter() - start < 0.7  # measured: 0.09 s on two shared cores
+
+
+def test_what_is_no_text_is_refused(tokenizer: Tokenizer) -> None:
+    with pytest.raises(RequestError, match=r"'\\ud800'.* at character 1"):
+        tokenizer.encode("a\ud800b")
+    with pytest.raises(RequestError, match="it is int"):
+        tokenizer.encode(3)  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="surrogate") as caught:
+        tokenizer.encode_chat([{"role": "user", "content": "\udfff"}])
+    assert caught.value.field == "messages"

@@ -48,9 +48,15 @@ class Tokenizer:
         return cls(load_gguf(path))
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Ids of `text`. With `special=False` the text of a special token is plain characters: for untrusted text."""
+        """Ids of `text`. With `special=False` the text of a special token is plain characters: for untrusted text.
+
+        Raises `RequestError` for text that no UTF-8 can hold: JSON can smuggle in half of a surrogate pair.
+        """
         core = self._core if special else self._plain_core
-        return core.encode(text, add_special_tokens=False).ids
+        try:
+            return core.encode(text, add_special_tokens=False).ids
+        except TypeError:
+            raise RequestError(_why_no_text(text)) from None
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `ids`; ids without a token add nothing, bytes that are no UTF-8 become U+FFFD."""
@@ -75,7 +81,11 @@ class Tokenizer:
         add_generation_prompt: bool = True,
     ) -> list[int]:
         """Ids of `render(…)`. Special tokens that a message spells out are special here too, as in transformers."""
-        return self.encode(self.render(messages, tools=tools, add_generation_prompt=add_generation_prompt))
+        text = self.render(messages, tools=tools, add_generation_prompt=add_generation_prompt)
+        try:
+            return self.encode(text)
+        except RequestError as error:
+            raise RequestError(f"messages: {error}", field="messages") from None
 
     def token_text(self, token_id: int) -> str | None:
         """The token as the vocabulary spells it, None when the id has none."""
@@ -124,3 +134,10 @@ class Tokenizer:
         if self._parts.tool_template is None:
             return self._template
         return ChatTemplate(self._parts.tool_template, self._parts.named_tokens)
+
+
+def _why_no_text(value: Any) -> str:
+    if not isinstance(value, str):
+        return f"text must be a string, it is {type(value).__name__}"
+    half = next(char for char in value if "\ud800" <= char <= "\udfff")
+    return f"text holds {half!r}, half of a surrogate pair, at character {value.index(half)}: send whole characters"
