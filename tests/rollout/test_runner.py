@@ -30,7 +30,7 @@ def test_a_bounded_run_fills_its_batches(server, make_runner, settings, drop):
 
 @pytest.mark.parametrize("executor", ["thread", "process"])
 def test_rejections_and_failures_are_replaced(server, make_runner, executor):
-    summary = make_runner(helpers.picky_rollout, executor_type=executor, allowed_staleness=1).run()
+    summary = make_runner(helpers.picky_rollout, executor_type=executor, allowed_staleness=1, max_concurrency=2).run()
     assert server.sizes() == {0: 4, 1: 4, 2: 4}
     assert summary.accepted == 12
     assert summary.rejected >= 4

@@ -126,6 +126,4 @@ def test_a_batch_that_vanished_is_opened_again(server, upload):
 def test_a_bug_in_the_thread_is_told(server, upload):
     thread = upload()
     thread.put([None])
-    while not (news := settle(thread)):
-        time.sleep(0.01)
-    assert isinstance(news[-1], Broken)
+    assert isinstance(thread._output.get(timeout=3), Broken)
