@@ -43,7 +43,7 @@ class DemoPlan:
     def method(self, batches: int) -> dict[str, Any]:
         """The method object of the job."""
         tuned: dict[str, Any] = (
-            {"learning_rate": 3e-4, "lora": {"rank": 16, "alpha": 32}, "checkpoint_every": 4}
+            {"learning_rate": 3e-4, "lr_schedule": "linear", "lora": {"rank": 16, "alpha": 32}, "checkpoint_every": 4}
             if self.options.lora
             else {"learning_rate": 2e-5, "checkpoint_every": 10}
         )
