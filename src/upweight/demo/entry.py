@@ -79,8 +79,12 @@ def print_report(report: Report, console: Console) -> None:
     )
     mismatch = "–" if result.mismatch_max is None else f"{result.mismatch_max:.1e}"
     console.print(
-        f"{result.batches} batches, {result.versions} versions, {result.samples_trained} samples trained, "
-        f"sampler vs trainer at most {mismatch}, {clock(result.seconds)} min"
+        f"{result.batches} batches, {result.versions} versions, {result.samples_trained} samples trained "
+        f"in {clock(result.seconds)} min"
+    )
+    console.print(
+        f"sampler and trainer differ by at most {mismatch} in log-prob; "
+        f"peak memory {result.peak_memory_bytes / 1e9:.1f} GB"
     )
     for problem in report.problems:
         console.print(f"[bold red]not achieved:[/] {problem}", soft_wrap=True)

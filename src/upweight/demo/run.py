@@ -156,6 +156,7 @@ class DemoRun:
             allowed_staleness=-1,  # strictly on-policy: every batch is sampled from the newest version
             num_rollout_retries=2,
             status_polling_interval=0.1,
+            no_progress_timeout=600.0,
         )
 
     def _train(self, client: TokenFactory, config: RolloutConfig, batches: int) -> None:
