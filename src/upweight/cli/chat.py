@@ -77,9 +77,11 @@ def converse(voice: Voice, start: list[Message], sampling: Sampling) -> None:
 def show(pieces: Iterable[str]) -> None:
     """Pieces as they come, and a line's end."""
     on_terminal = sys.stdout.isatty()
-    for piece in pieces:
-        print(piece.translate(_CONTROLS) if on_terminal else piece, end="", flush=True)
-    print(flush=True)
+    try:
+        for piece in pieces:
+            print(piece.translate(_CONTROLS) if on_terminal else piece, end="", flush=True)
+    finally:
+        print(flush=True)
 
 
 def _ask() -> str:

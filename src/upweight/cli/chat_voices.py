@@ -207,7 +207,8 @@ def _loaded(target: str) -> Iterator[ModelVoice]:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(130)
-    engine.stop()
+    finally:
+        engine.stop()
 
 
 def _quiet() -> None:

@@ -89,11 +89,10 @@ def version_line(version: Document) -> str:
     return f"{name:19}  {'  '.join([*parts, short(version['fingerprint'])])}"
 
 
-def end_line(job_id: str, progress: Document) -> str:
-    text = f"{job_id} {progress['job_status']}"
-    if progress["reason"]:
-        text += f": {progress['reason']}"
-    return f"{text}; weights: {progress['weights']}" if progress["weights"] else text
+def end_line(progress: Document) -> str:
+    """Like `state_line`, with the place of the weights."""
+    weights = progress["weights"]
+    return state_line(progress) + (f"; weights: {weights}" if weights else "")
 
 
 def short(fingerprint: str) -> str:

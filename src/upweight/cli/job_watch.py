@@ -45,8 +45,6 @@ def watch(job_id: str, url: str | None, key: str | None, *, as_json: bool) -> in
     with _view(as_json) as view:
         for sight in looks(job_id, url, key):
             view.see(sight)
-    if not as_json:
-        print_lines([end_line(job_id, sight.progress)])
     return 0 if sight.progress["job_status"] == "succeeded" else 1
 
 
@@ -102,10 +100,11 @@ class Lines:
             if is_news or sight.fresh:
                 print_json({**sight.progress, "versions": sight.fresh}, indent=None)
             return
-        now = time.strftime("%H:%M:%S")
         lines = [version_line(version) for version in sight.fresh]
-        lines += [state_line(sight.progress)] if is_news and state[0] not in OVER else []
+        if is_news:
+            lines.append(end_line(sight.progress) if state[0] in OVER else state_line(sight.progress))
         if lines:
+            now = time.strftime("%H:%M:%S")
             print_lines([f"{now}  {line}" for line in lines])
 
     def _is_news(self, state: tuple[str, str]) -> bool:
@@ -127,8 +126,9 @@ class Screen:
         size = self._live.console.size
         most = max(3, size.height - _LIVE_OTHER_LINES)
         lines = show_lines(sight.job, sight.progress, time.time(), width=size.width, most_versions=most)
-        note = sight.trouble or "Ctrl-C ends the watch, not the job"
-        self._live.update(styled([*lines, "", note]), refresh=True)
+        if sight.trouble or sight.progress["job_status"] not in OVER:
+            lines += ["", sight.trouble or "Ctrl-C ends the watch, not the job"]
+        self._live.update(styled(lines), refresh=True)
 
 
 @contextmanager
