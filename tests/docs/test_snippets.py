@@ -87,7 +87,7 @@ def test_quick_start(place: Place, tmp_path: Path) -> None:
     """The README from `jobs create` to talking to the result, with its own shell lines."""
     shell = [block.text for block in blocks(README) if block.language == "sh"]
     create = next(text for text in shell if "jobs create" in text)
-    assert "python quick_start.py\n" in shell
+    assert "`python quick_start.py`" in README.read_text()
     job_id = place.run(programs(README)["quick_start"], create, tmp_path)
     job = place.finished(job_id)
     assert (job["job_status"], job["inference_version"], job["filled_batches"]) == ("succeeded", 2, 2)
