@@ -50,7 +50,11 @@ def test_it_learns(environment: dict[str, str]) -> None:
 @pytest.mark.timeout(900)
 def test_a_killed_run_is_finished_with_the_planned_batches(environment: dict[str, str]) -> None:
     process = subprocess.Popen(
-        [*COMMAND, "--quick", "--steps", "4"], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*COMMAND, "--quick", "--steps", "4"],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     assert process.stderr is not None
     assert any("batch 2/4" in line for line in process.stderr)

@@ -37,8 +37,8 @@ class ServerProcess:
         if self._process.poll() is None:
             return None
         lines = [line for line in self._output.read_text().splitlines() if line.strip()]
-        errors = [line for line in lines if line.startswith("error: ")]
-        return (errors or lines or [f"exit code {self._process.returncode}"])[-1].removeprefix("error: ")
+        last = (lines or [f"exit code {self._process.returncode}"])[-1]
+        return last.removeprefix("upweight server: ")
 
     def stop(self) -> None:
         """In order first, by force after 8 s."""
