@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from upweight.demo.sums import SumTask, reward
-from upweight.examples.utils import group_advantages, parse_completion, version_info
+from upweight.examples.utils import call_concurrently, group_advantages, parse_completion, version_info
 from upweight.rollout import RolloutContext
 from upweight.rollout.models import Sample, SampleGroup
 
@@ -24,8 +24,7 @@ class RolloutSettings:
 def roll_out_sum(task: SumTask, context: RolloutContext, settings: RolloutSettings) -> SampleGroup:
     """Asks G times at once, scores by rule, normalises within the group; a group without differences is rejected."""
     size = context.config.num_samples_per_task
-    with ThreadPoolExecutor(max_workers=size) as pool:
-        completions = list(pool.map(lambda _: _ask(task, context, settings), range(size)))
+    completions = call_concurrently(partial(_ask, task, context, settings), size)
     rewards = [reward(task, c.choices[0].message.content or "", c.choices[0].finish_reason or "") for c in completions]
     if len(set(rewards)) == 1:
         return SampleGroup(is_rejected=True)
