@@ -87,7 +87,7 @@ class DemoRun:
         self.display.note(f"held-out score before: {before.score:.3f} ({len(before.right)} sums never trained on)")
         self._train(client, context.config, batches)
         after = self._evaluate(context, "scoring after training")
-        self.monitor.refresh()
+        self._await_end()
         report = make_report(self.record, self.plan, self.eval_tasks, before, after, self.monitor)
         self._remember(finished=True)
         return report
@@ -195,6 +195,16 @@ class DemoRun:
             if job.get("job_status") in OVER:
                 raise ServerError(f"job {self.record.job_id} {job['job_status']}: {job.get('reason')}")
             time.sleep(POLL)
+
+    def _await_end(self) -> None:
+        """Until the last checkpoint and the weights are on disk."""
+        while self.monitor.job.get("job_status") not in OVER:
+            self.monitor.phase("saving the weights")
+            time.sleep(POLL)
+            self.monitor.refresh()
+        if self.monitor.job["job_status"] != "succeeded":
+            job = self.monitor.job
+            raise ServerError(f"job {self.record.job_id} {job['job_status']}: {job.get('reason')}")
 
     def _remember(self, **changes: Any) -> None:
         for name, value in changes.items():
