@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import signal
 import sys
 from dataclasses import replace
@@ -35,16 +34,15 @@ def run_demo(options: DemoOptions, home: Path, *, resume: bool = False, as_json:
     record = start_record(home, options, resume=resume)
     signal.signal(signal.SIGTERM, _as_interrupt)
     monitor = Monitor(earlier_seconds=record.seconds)
-    cpu_before = record.cpu_seconds
     with monitor, Display(monitor, console) as display:
         run = DemoRun(home, record, monitor, display)
         display.note(f"upweight demo: {record.options.model}, home {home}, numbers at {monitor.address}")
         try:
             report = run.go()
         except KeyboardInterrupt:
-            run.count_costs(monitor.seconds, cpu_before + _cpu_seconds())
             report = None
-        run.count_costs(monitor.seconds, cpu_before + _cpu_seconds())
+        monitor.refresh()
+        run.count_costs()
     if report is None:
         console.print("stopped. Finish this run with: [bold]upweight demo --resume[/]")
         return STOPPED
@@ -79,8 +77,8 @@ def print_report(report: Report, console: Console) -> None:
     )
     mismatch = "–" if result.mismatch_max is None else f"{result.mismatch_max:.1e}"
     console.print(
-        f"{result.batches} batches, {result.versions} versions, {result.samples_trained} samples trained "
-        f"in {clock(result.seconds)} min"
+        f"batches {result.batches}, versions {result.versions}, samples trained {result.samples_trained}, "
+        f"{clock(result.seconds)} min"
     )
     console.print(
         f"sampler and trainer differ by at most {mismatch} in log-prob; "
@@ -91,12 +89,6 @@ def print_report(report: Report, console: Console) -> None:
     if result.weights:
         console.print(f"weights  {result.weights}", soft_wrap=True)
         console.print(f"chat     upweight chat {result.weights}", soft_wrap=True)
-
-
-def _cpu_seconds() -> float:
-    """Of this process and of all children that have ended (the server waits for its workers)."""
-    times = os.times()
-    return times.user + times.system + times.children_user + times.children_system
 
 
 def _as_interrupt(number: int, frame: FrameType | None) -> None:

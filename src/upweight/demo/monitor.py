@@ -35,6 +35,8 @@ class Monitor:
         self._training_began: tuple[float, int] | None = None
         self._after_seconds = 0.0
         self.peak_memory_bytes = 0
+        self.cpu_seconds = 0.0
+        self.on_tick: Callable[[], None] = lambda: None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="monitor", daemon=True)
         self._web = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
@@ -89,7 +91,9 @@ class Monitor:
         if self._fetch is not None:
             with contextlib.suppress(httpx.HTTPError, ValueError):
                 self._job = self._fetch()
-        self.peak_memory_bytes = max(self.peak_memory_bytes, _tree_memory())
+        memory, cpu = _tree_costs()
+        self.peak_memory_bytes = max(self.peak_memory_bytes, memory)
+        self.cpu_seconds = max(self.cpu_seconds, cpu)
 
     def snapshot(self) -> dict[str, Any]:
         job, worker = self._job, self._job.get("worker") or {}
@@ -131,16 +135,18 @@ class Monitor:
     def _loop(self) -> None:
         while not self._stop.wait(INTERVAL):
             self.refresh()
+            self.on_tick()
 
 
-def _tree_memory() -> int:
-    """Resident bytes of this process and everything below it."""
-    total = 0
+def _tree_costs() -> tuple[int, float]:
+    """Resident bytes now and CPU seconds so far of this process and everything below it, ended children included."""
+    memory, cpu = 0, 0.0
     me = psutil.Process()
     for process in [me, *me.children(recursive=True)]:
         with contextlib.suppress(psutil.Error):
-            total += process.memory_info().rss
-    return total
+            memory += process.memory_info().rss
+            cpu += sum(process.cpu_times()[:4])  # user, system, and both of the children that were waited for
+    return memory, cpu
 
 
 def _handler(monitor: Monitor) -> type[BaseHTTPRequestHandler]:

@@ -15,6 +15,7 @@ import secrets
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from dataclasses import asdict
 from functools import partial
@@ -54,6 +55,9 @@ class DemoRun:
         self.plan = DemoPlan(record.options)
         self.monitor = monitor
         self.display = display
+        self._earlier_cpu = record.cpu_seconds
+        self._writing = threading.Lock()
+        monitor.on_tick = self.count_costs
         split = split_tasks(record.options.seed)
         self.train_tasks = split.train
         self.eval_tasks: list[SumTask] = split.held_out[:QUICK_EVAL_TASKS] if record.options.quick else split.held_out
@@ -207,14 +211,18 @@ class DemoRun:
             raise ServerError(f"job {self.record.job_id} {job['job_status']}: {job.get('reason')}")
 
     def _remember(self, **changes: Any) -> None:
-        for name, value in changes.items():
-            setattr(self.record, name, value)
-        self.record.save(self.home)
+        with self._writing:
+            for name, value in changes.items():
+                setattr(self.record, name, value)
+            self.record.save(self.home)
 
-    def count_costs(self, seconds: float, cpu_seconds: float) -> None:
-        """Adds what this part of the run took to the record."""
-        self.record.peak_memory_bytes = max(self.record.peak_memory_bytes, self.monitor.peak_memory_bytes)
-        self._remember(seconds=seconds, cpu_seconds=cpu_seconds)
+    def count_costs(self) -> None:
+        """Keeps what the run took so far, so that a killed part counts too."""
+        self._remember(
+            seconds=self.monitor.seconds,
+            cpu_seconds=self._earlier_cpu + self.monitor.cpu_seconds,
+            peak_memory_bytes=max(self.record.peak_memory_bytes, self.monitor.peak_memory_bytes),
+        )
 
 
 def start_record(home: Path, options: DemoOptions, *, resume: bool) -> RunRecord:
