@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from upweight.demo.evaluation import MAX_TOKENS
 from upweight.demo.record import DemoOptions
 from upweight.demo.rollout import RolloutSettings
 
@@ -35,7 +36,7 @@ class DemoPlan:
         Evaluations answer `eval_tasks` tasks in waves of 32 rows; before training the answers are long, after it short.
         """
         waves = -(-eval_tasks // 32)
-        evaluations = waves * token_seconds * (40 + 15)
+        evaluations = waves * token_seconds * (MAX_TOKENS + 12)
         start_up = 15.0
         left = AIM_SECONDS - elapsed - start_up - evaluations
         return max(FEWEST, min(MOST, int(left / (1.3 * step_seconds))))  # 1.3: rejected groups are drawn again
