@@ -281,3 +281,28 @@ def test_a_failing_step_fails_its_rows_and_the_engine_goes_on(model: LoadedModel
     late = pytest.raises(Exception, match="stopped")
     with late:
         live.submit([1], SamplingParams(), lambda _: None)
+
+
+def test_a_top_k_beyond_the_vocabulary_is_off(engine: Engine) -> None:
+    plain = SamplingParams(max_tokens=3, seed=1, ignore_eos=True)
+    huge = SamplingParams(max_tokens=3, seed=1, ignore_eos=True, top_k=2**40)
+    first, second = engine.generate([PROMPTS[0]] * 2, [plain, huge])
+    assert first.token_ids == second.token_ids
+
+
+def test_a_temperature_that_float32_cannot_divide_by_is_refused(engine: Engine) -> None:
+    with pytest.raises(RequestError, match="temperature is 1e-40"):
+        engine.submit(PROMPTS[0], SamplingParams(temperature=1e-40), print)
+
+
+def test_an_engine_that_gave_up_says_why_to_whoever_waits(model: LoadedModel) -> None:
+    broken = Engine(model.config, model.params, model.tokenizer, max_rows=2).start()
+    broken._make_runner = lambda params: broken.runner
+
+    def fail(pieces: object) -> None:
+        raise ValueError("no device")
+
+    broken.runner.prefill = fail  # type: ignore[method-assign]
+    for _ in range(3):
+        assert broken.generate([PROMPTS[0]], SamplingParams(max_tokens=2))[0].finish_reason is FinishReason.ERROR
+    assert "3 times in a row, last: no device" in (broken.wait_for_end() or "")

@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 
 STORE_BYTES = 768 << 20
 MAX_FAILURES = 3
+LEAST_TEMPERATURE = 1e-3
 
 
 class EngineBusy(EngineError):
@@ -110,6 +111,12 @@ class Engine:
     def alive(self) -> bool:
         return self._dead is None and not self._stopping
 
+    def wait_for_end(self) -> str | None:
+        """Blocks until the loop has ended: why, if by itself after failures; None if it was stopped."""
+        if self._thread is not None:
+            self._thread.join()
+        return self._dead
+
     def submit(
         self,
         prompt_ids: Sequence[int],
@@ -120,11 +127,7 @@ class Engine:
         timeout: float | None = None,
     ) -> int:
         """Queues one completion and returns its id. `RequestError` names the field that is wrong, `EngineBusy` means later."""
-        self._check(prompt_ids, params)
-        if not self.alive:
-            raise EngineError(self._dead or "the engine is stopped")
-        if len(self._live) >= self.max_queue:
-            raise EngineBusy(f"{self.max_queue} requests are waiting already")
+        self.check(prompt_ids, params)
         request = Request(
             id=next(self._ids),
             prompt_ids=tuple(prompt_ids),
@@ -135,6 +138,14 @@ class Engine:
         )
         self._order(lambda: self._accept(request))
         return request.id
+
+    def check(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
+        """Raises what `submit` would raise now."""
+        self._check(prompt_ids, params)
+        if not self.alive:
+            raise EngineError(self._dead or "the engine is stopped")
+        if len(self._live) + len(self._orders) >= self.max_queue:
+            raise EngineBusy(f"{self.max_queue} requests are waiting already")
 
     def cancel(self, request_id: int) -> None:
         """Aborts a request before the next step; unknown and finished ones are ignored."""
@@ -345,6 +356,11 @@ class Engine:
         if wrong is not None:
             raise RequestError(f"token id {wrong} is outside the vocabulary of {vocab}", field="prompt")
         _in_range("temperature", params.temperature, 0, 100)
+        if 0 < params.temperature < LEAST_TEMPERATURE:  # logits over it would leave the range of float32
+            raise RequestError(
+                f"temperature is {params.temperature}; it must be 0 (greedy) or at least {LEAST_TEMPERATURE}",
+                field="temperature",
+            )
         _in_range("top_p", params.top_p, 0, 1)
         _in_range("top_k", params.top_k, 0, None)
         if params.max_tokens is not None:

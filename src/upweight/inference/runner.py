@@ -147,7 +147,8 @@ class ModelRunner:
             last = len(row.tokens) - 1
             tokens[b], positions[b], write[b] = row.tokens[last], last, row.pages[last]
             table[b, : last + 1] = row.pages
-            temperature[b], top_p[b], top_k[b] = params.temperature, params.top_p, params.top_k
+            temperature[b], top_p[b] = params.temperature, params.top_p
+            top_k[b] = min(params.top_k, self.config.vocab_size)
             seed[b] = row.seed >> 32, row.seed & 0xFFFFFFFF
             drawn_before[b] = row.num_output
             filtered |= params.filtered

@@ -21,10 +21,12 @@ TARGETS: dict[str, tuple[str, ...]] = {
 
 
 def init_adapter(config: DecoderConfig, key: jax.Array, *, rank: int, targets: str = "all-linear") -> Params:
-    """a uniform in ±1/√in, b zero; float32. `ConfigError` for targets that are not in `TARGETS`."""
+    """a uniform in ±1/√in, b zero; float32. `ConfigError` for targets not in `TARGETS` and a rank beyond all."""
     if targets not in TARGETS:
         raise ConfigError(f"lora.targets {targets!r} is not known; known: {', '.join(TARGETS)}")
     shapes = {name: shape for name, shape in layer_shapes(config).items() if name in TARGETS[targets]}
+    if rank > (most := max(map(min, shapes.values()))):
+        raise ConfigError(f"lora.rank = {rank} is more than any matrix of this model has ({most}); use a smaller one")
 
     def one(key: jax.Array, rows: int, columns: int) -> Params:
         bound = rows**-0.5

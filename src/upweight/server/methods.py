@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -34,6 +34,7 @@ OFFERED: dict[str, tuple[str, ...]] = {
     "algorithm": ("grpo", "dr_grpo", "dapo", "bnpo", "gspo", "cispo", "rloo"),
     "advantage": ("given", "group"),
     "correction": ("none", "truncated"),
+    "lora.targets": ("all-linear", "attention", "mlp"),
 }
 METHOD_TYPES = ("reinforcement", "dpo", "supervised", "spec-draft")
 
@@ -42,15 +43,19 @@ class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
+LARGEST = 2**31 - 1  # beyond it neither the store nor the arrays can count
+Int = Annotated[int, Field(le=LARGEST)]
+
+
 class Lora(_Strict):
-    rank: int = Field(default=16, ge=1)
+    rank: Int = Field(default=16, ge=1)
     alpha: float = Field(default=32, gt=0)
     targets: str | list[str] = "all-linear"
 
 
 class Sampling(_Strict):
-    max_tokens: int = Field(default=256, ge=1)
-    max_context: int | None = Field(default=None, ge=1)
+    max_tokens: Int = Field(default=256, ge=1)
+    max_context: Int | None = Field(default=None, ge=1)
 
 
 class Critic(_Strict):
@@ -58,32 +63,32 @@ class Critic(_Strict):
     learning_rate: float = Field(default=1e-5, ge=0)
     gamma: float = Field(default=1.0, ge=0, le=1)
     gae_lambda: float = Field(default=0.95, ge=0, le=1)
-    warmup_batches: int = Field(default=0, ge=0)
+    warmup_batches: Int = Field(default=0, ge=0)
 
 
 class Budget(_Strict):
     max_seconds: float | None = Field(default=None, gt=0)
-    max_samples: int | None = Field(default=None, ge=1)
-    max_tokens: int | None = Field(default=None, ge=1)
+    max_samples: Int | None = Field(default=None, ge=1)
+    max_tokens: Int | None = Field(default=None, ge=1)
 
 
 class Reinforcement(_Strict):
-    batch_size: int = Field(ge=1, description="samples per batch = capacity of a batch on the wire")
-    num_batches: int | None = Field(default=None, ge=1, description="None = until cancelled")
+    batch_size: Int = Field(ge=1, description="samples per batch = capacity of a batch on the wire")
+    num_batches: Int | None = Field(default=None, ge=1, description="None = until cancelled")
     algorithm: Algorithm = "grpo"
     advantage: Literal["given", "group", "reward"] | None = Field(
         default=None, description="None is filled in: reward for ppo, reinforce and reinforce_pp, else given"
     )
     learning_rate: float = Field(default=1e-5, ge=0)
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: int = Field(default=0, ge=0)
+    warmup_steps: Int = Field(default=0, ge=0)
     weight_decay: float = Field(default=0.0, ge=0)
     max_grad_norm: float | None = Field(default=1.0, gt=0)
     adam_b1: float = Field(default=0.9, ge=0, lt=1)
     adam_b2: float = Field(default=0.95, ge=0, lt=1)
-    epochs: int = Field(default=1, ge=1)
-    minibatch_size: int | None = Field(default=None, ge=1)
-    microbatch_tokens: int | None = Field(default=None, ge=1)
+    epochs: Int = Field(default=1, ge=1)
+    minibatch_size: Int | None = Field(default=None, ge=1)
+    microbatch_tokens: Int | None = Field(default=None, ge=1)
     # None = the preset's own value
     clip_low: float | None = Field(default=None, gt=0, lt=1)
     clip_high: float | None = Field(default=None, gt=0)
@@ -97,10 +102,10 @@ class Reinforcement(_Strict):
     lora: Lora | None = None
     sampling: Sampling = Sampling()
     critic: Critic | None = None
-    checkpoint_every: int = Field(default=10, ge=1)
-    keep_checkpoints: int = Field(default=3, ge=1)
+    checkpoint_every: Int = Field(default=10, ge=1)
+    keep_checkpoints: Int = Field(default=3, ge=1)
     budget: Budget | None = None
-    seed: int = Field(default=0, ge=0)
+    seed: Int = Field(default=0, ge=0)
 
     @model_validator(mode="before")
     @classmethod
@@ -142,6 +147,9 @@ def parse_method(method: object, *, loc: tuple[str | int, ...] = ("body", "metho
     for field in ("algorithm", "advantage", "correction"):
         if getattr(parsed, field) not in OFFERED[field]:
             raise _not_offered((*loc, "reinforcement", field), field, getattr(parsed, field), OFFERED[field])
+    if parsed.lora is not None and parsed.lora.targets not in OFFERED["lora.targets"]:
+        place = (*loc, "reinforcement", "lora", "targets")
+        raise _not_offered(place, "lora.targets", str(parsed.lora.targets), OFFERED["lora.targets"])
     return parsed
 
 

@@ -35,8 +35,12 @@ def resolve(name: str) -> ModelSource:
     """
     if name.lower() in _DEMO_NAMES:
         return _demo_model()
-    path = Path(name).expanduser()
-    if name and path.exists():
+    try:
+        path = Path(name).expanduser()
+        there = bool(name) and path.exists()
+    except (OSError, RuntimeError) as error:  # a name too long for a file, a folder that may not be read, no such user
+        raise ModelNotFound(f"no model at {name[:100]!r}: {error.args[-1]}") from error
+    if there:
         return _local(path.absolute(), path.absolute().name)
     if path.is_absolute() or name.startswith(("~", "./", "../")) or name.endswith((".gguf", ".safetensors")):
         raise ModelNotFound(f"no model at {path}: give a folder with config.json and safetensors, or a .gguf file")

@@ -11,6 +11,7 @@ from fastapi import FastAPI
 from upweight import __version__
 from upweight.server.api import errors, health, inference, job_routes, rl_routes
 from upweight.server.api.context import Parts, ResolveModel
+from upweight.server.ascii_json import AsciiJSON
 from upweight.server.home import Home
 from upweight.server.settings import Settings
 from upweight.server.store import keys, repeats
@@ -31,7 +32,13 @@ def create_app(settings: Settings, *, resolve_model: ResolveModel | None = None)
             await _stop(parts)
 
     app = FastAPI(
-        title="upweight", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None
+        title="upweight",
+        version=__version__,
+        lifespan=lifespan,
+        default_response_class=AsciiJSON,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
     )
     errors.install(app)
     for module in (health, job_routes, rl_routes, inference):

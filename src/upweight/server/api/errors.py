@@ -7,11 +7,11 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
 from sqlalchemy.exc import OperationalError
 from starlette.exceptions import HTTPException
 
 from upweight.errors import StoreError
+from upweight.server.ascii_json import AsciiJSON
 from upweight.server.refusals import Refusal
 
 log = logging.getLogger(__name__)
@@ -19,14 +19,14 @@ log = logging.getLogger(__name__)
 RETRY_AFTER = {503: "2", 429: "1"}  # seconds
 
 
-def answer(request: Request, status: int, detail: Any, **extra: Any) -> JSONResponse:
+def answer(request: Request, status: int, detail: Any, **extra: Any) -> AsciiJSON:
     content = {"detail": detail, **extra}
     if "/inference/" in request.url.path:
         content = both_forms(status, content)
     headers = {"Retry-After": RETRY_AFTER[status]} if status in RETRY_AFTER else {}
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    return JSONResponse(content, status, headers)
+    return AsciiJSON(content, status, headers)
 
 
 def both_forms(status: int, content: dict[str, Any]) -> dict[str, Any]:
@@ -43,25 +43,28 @@ def both_forms(status: int, content: dict[str, Any]) -> dict[str, Any]:
 
 def install(app: FastAPI) -> None:
     @app.exception_handler(Refusal)
-    async def _refusal(request: Request, refusal: Refusal) -> JSONResponse:
+    async def _refusal(request: Request, refusal: Refusal) -> AsciiJSON:
         return answer(request, refusal.status, refusal.detail, **refusal.extra)
 
     @app.exception_handler(HTTPException)
-    async def _http(request: Request, error: HTTPException) -> JSONResponse:
+    async def _http(request: Request, error: HTTPException) -> AsciiJSON:
         return answer(request, error.status_code, error.detail)
 
     @app.exception_handler(RequestValidationError)
-    async def _invalid(request: Request, error: RequestValidationError) -> JSONResponse:
-        items = [{"loc": list(e["loc"]), "msg": e["msg"], "type": e["type"]} for e in error.errors()]
+    async def _invalid(request: Request, error: RequestValidationError) -> AsciiJSON:
+        items = [
+            {"loc": list(e["loc"]), "msg": f"{e['loc'][-1]} = {e['input']!r}: {e['msg']}", "type": e["type"]}
+            for e in error.errors()
+        ]
         return answer(request, 422, items)
 
     @app.exception_handler(StoreError)
     @app.exception_handler(OperationalError)
-    async def _store(request: Request, error: Exception) -> JSONResponse:
+    async def _store(request: Request, error: Exception) -> AsciiJSON:
         log.error("store: %s", error)
         text = str(error.orig) if isinstance(error, OperationalError) else str(error)
         return answer(request, 503, f"the store cannot answer now: {text}; nothing was stored, try again")
 
     @app.exception_handler(Exception)
-    async def _bug(request: Request, error: Exception) -> JSONResponse:
+    async def _bug(request: Request, error: Exception) -> AsciiJSON:
         return answer(request, 500, f"internal error: {type(error).__name__}; the server's log says more")

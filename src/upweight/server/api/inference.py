@@ -16,11 +16,12 @@ from typing import Any
 
 import httpx
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import StreamingResponse
 
 from upweight.server.api.context import JobOf, Parts, PartsOf, off_the_loop, parse_json, read_body
 from upweight.server.api.errors import both_forms
 from upweight.server.api.served import StreamReader, served_of
+from upweight.server.ascii_json import AsciiJSON
 from upweight.server.refusals import Refusal
 from upweight.server.store import completions
 from upweight.server.store.jobs import Job, get_job
@@ -167,4 +168,4 @@ def _error(upstream: httpx.Response, content: bytes) -> Response:
     if not isinstance(told, dict):
         told = {"detail": content.decode(errors="replace")[:500] or upstream.reason_phrase}
     headers = {"Retry-After": upstream.headers["retry-after"]} if "retry-after" in upstream.headers else None
-    return JSONResponse(both_forms(upstream.status_code, told), upstream.status_code, headers)
+    return AsciiJSON(both_forms(upstream.status_code, told), upstream.status_code, headers)

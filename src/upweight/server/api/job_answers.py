@@ -11,6 +11,7 @@ from upweight.server.refusals import not_found
 from upweight.server.store import batches, versions
 from upweight.server.store.jobs import TERMINAL, Job
 
+LONGEST_NUMBER = 18  # digits that fit into a column
 PUBLIC_STATES = frozenset({"queued"}) | TERMINAL
 
 
@@ -64,6 +65,6 @@ def checkpoint_answer(row: Row) -> dict[str, Any]:
 
 def checkpoint_version(job_id: str, checkpoint_id: str) -> int:
     number = checkpoint_id.removeprefix(f"ftckpt-{job_id}-")
-    if not number.isdecimal():
+    if not number.isdecimal() or len(number) > LONGEST_NUMBER:
         raise not_found("checkpoint", checkpoint_id)
     return int(number)

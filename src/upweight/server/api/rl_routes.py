@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Query, Request
 
 from upweight.server.api.context import JobOf, PartsOf, ProjectOf, off_the_loop, parse_json, read_body, write_once
 from upweight.server.api.progress import progress
@@ -13,8 +12,10 @@ from upweight.server.api.uploads import parse_upload
 from upweight.server.refusals import invalid
 from upweight.server.store import batches, jobs
 from upweight.server.store.jobs import get_job
+from upweight.server.store.rows import is_finite32
 
 LARGEST_INDEX = 2**31 - 1
+Since = Annotated[int, Query(ge=-1, le=LARGEST_INDEX)]
 
 router = APIRouter(prefix="/v1alpha1/fine_tuning/jobs/{job_id}")
 
@@ -33,7 +34,7 @@ async def get_status(job: JobOf) -> dict[str, Any]:
 
 
 @router.get("/progress")
-async def get_progress(job: JobOf, parts: PartsOf, since: int = -1) -> dict[str, Any]:
+async def get_progress(job: JobOf, parts: PartsOf, since: Since = -1) -> dict[str, Any]:
     return await parts.database.read(lambda c: progress(c, job, parts.supervisor.worker_of(job.id), since))
 
 
@@ -75,8 +76,12 @@ async def add_metrics(request: Request, job: JobOf, project: ProjectOf) -> dict[
     if not isinstance(metrics, dict) or not metrics:
         raise invalid(("body", "metrics"), "metrics must be an object {name: number}")
     for name, value in metrics.items():
-        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
-            raise invalid(("body", "metrics", name), f"metric {name} = {value!r}: a finite number is needed")
+        if not isinstance(value, int | float) or isinstance(value, bool) or not is_finite32(value):
+            raise invalid(
+                ("body", "metrics", name), f"metric {name!r} = {value!r}: a finite number of 32 bits is needed"
+            )
+        if not name.isprintable():
+            raise invalid(("body", "metrics", name), f"metric name {name!r}: printable characters are needed")
 
     def effect(connection: Any) -> dict[str, Any]:
         jobs.add_client_metrics(connection, job.id, index, metrics)

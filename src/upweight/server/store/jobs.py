@@ -148,7 +148,7 @@ def list_events(connection: Connection, job_id: str, *, limit: int, after: str |
 
 def _event_seq(event_id: str) -> int:
     number = event_id.removeprefix("ftevent-")
-    if not number.isdecimal():
+    if not number.isdecimal() or len(number) > 18:  # digits that fit into a column
         raise Refusal(400, f"after = {event_id!r} is not an event id")
     return int(number)
 

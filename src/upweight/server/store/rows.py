@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
+
 
 @dataclass(frozen=True, kw_only=True)
 class NewSample:
@@ -55,8 +57,13 @@ def pack_sample(
         metadata=metadata,
         debug_info=debug_info,
         task_id=str(task) if isinstance(task, str | int) else None,
-        raw_reward=float(raw) if isinstance(raw, int | float) else None,
+        raw_reward=float(raw) if isinstance(raw, int | float) and is_finite32(raw) else None,
     )
+
+
+def is_finite32(value: float) -> bool:
+    """Whether `value` is a number that float32, in which everything is trained, can hold."""
+    return abs(value) <= LARGEST_FLOAT32  # False for NaN too
 
 
 def completion_key(prompt_ids: np.ndarray, output_ids: np.ndarray) -> bytes:

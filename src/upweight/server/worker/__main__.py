@@ -12,6 +12,7 @@ from upweight.errors import UpweightError
 from upweight.server.worker_protocol import WorkerSpec
 
 LOAD_FAILED = 3
+ENGINE_FAILED = 4
 
 
 def main() -> None:
@@ -31,7 +32,7 @@ def main() -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
     core = WorkerCore(spec)
     core.start()
-    threading.Thread(target=_end_if_loading_fails, args=(core,), name="load-watch", daemon=True).start()
+    threading.Thread(target=_end_with_engine, args=(core,), name="engine-watch", daemon=True).start()
     uvicorn.run(make_app(core), uds=spec.socket, log_level="warning", access_log=False, timeout_graceful_shutdown=1)
     # Compilation and running steps hold threads that cannot be joined in bounded time.
     os._exit(0)
@@ -44,7 +45,8 @@ def _die_with_parent() -> None:
     os._exit(0)
 
 
-def _end_if_loading_fails(core: object) -> None:
+def _end_with_engine(core: object) -> None:
+    """A worker that cannot load, or whose engine gave up, ends: its supervisor starts another one."""
     from upweight.server.worker.core import WorkerCore
 
     assert isinstance(core, WorkerCore)
@@ -55,6 +57,9 @@ def _end_if_loading_fails(core: object) -> None:
         os._exit(LOAD_FAILED)
     except Exception:  # noqa: BLE001 - its traceback was logged where it was caught
         os._exit(1)
+    if (why := core.engine.wait_for_end()) is not None:
+        print(f"error: {why}", file=sys.stderr, flush=True)
+        os._exit(ENGINE_FAILED)
 
 
 if __name__ == "__main__":

@@ -11,12 +11,13 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from upweight.errors import EngineError, RequestError, UpweightError
 from upweight.inference.engine import EngineBusy
 from upweight.inference.types import GenerationOutput
+from upweight.server.ascii_json import AsciiJSON
 from upweight.server.worker.core import OutOfOrder, WorkerCore
 from upweight.server.worker.openai_answers import answer, failure
 from upweight.server.worker.openai_requests import Asked, parse_chat, parse_text
@@ -95,6 +96,7 @@ class Handlers:
         default = ((self.core.spec.reinforcement or {}).get("sampling") or {}).get("max_tokens") or 256
         parse = parse_chat if kind == CHAT else parse_text
         asked = parse(body, self.core.model.tokenizer, default)
+        self._check(asked)
         if asked.stream:
             events = stream_events(self.core.engine, kind, model, asked)
             return StreamingResponse(events, media_type="text/event-stream")
@@ -105,6 +107,15 @@ class Handlers:
             if problem := failure(output):
                 return _error(*problem, None)
         return _json(answer(kind, model, asked, outputs))
+
+    def _check(self, asked: Asked) -> None:
+        """Refuses before anything is queued, and before a stream has begun, which could not tell a status any more."""
+        engine, choices = self.core.engine, len(asked.prompts) * len(asked.params)
+        if choices > engine.max_queue:
+            message = f"{len(asked.prompts)} prompts answered {len(asked.params)} times are {choices} choices; at most {engine.max_queue} fit in a request"
+            raise RequestError(message, field="prompt")
+        for prompt in asked.prompts:
+            engine.check(prompt, asked.params[0])
 
     async def _generate(self, asked: Asked) -> list[GenerationOutput]:
         """All choices of all prompts; leaving early (cancelled) frees their rows."""
@@ -175,7 +186,7 @@ async def _disconnected(request: Request) -> None:
 async def _json_body(request: Request) -> dict[str, Any]:
     try:
         body = json.loads(await request.body())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RequestError(f"the body is not valid JSON: {error}", field="body") from error
     if not isinstance(body, dict):
         raise RequestError("the body must be a JSON object", field="body")
@@ -183,7 +194,7 @@ async def _json_body(request: Request) -> dict[str, Any]:
 
 
 def _json(content: Any) -> Response:
-    return JSONResponse(content)
+    return AsciiJSON(content)
 
 
 def _refused(request: Request, error: Exception) -> Response:
@@ -206,4 +217,4 @@ def _unexpected(request: Request, error: Exception) -> Response:
 def _error(status: int, message: str, field: str | None, headers: dict[str, str] | None = None) -> Response:
     kind = "invalid_request_error" if status < 500 else "server_error"
     body = {"detail": message, "error": {"message": message, "type": kind, "param": field, "code": None}}
-    return JSONResponse(body, status, headers)
+    return AsciiJSON(body, status, headers)

@@ -55,14 +55,14 @@ def parse_chat(body: Mapping[str, Any], tokenizer: Tokenizer, default_tokens: in
         raise RequestError("messages must be a list of at least one message", field="messages")
     if body.get("top_logprobs"):
         raise RequestError("top_logprobs is not offered yet; leave it out", field="top_logprobs")
-    return _asked(body, [tokenizer.encode_chat(messages)], default_tokens, bool(body.get("logprobs")))
+    return _asked(body, [tokenizer.encode_chat(messages)], default_tokens, _flag(body, "logprobs"))
 
 
 def parse_text(body: Mapping[str, Any], tokenizer: Tokenizer, default_tokens: int) -> Asked:
     _check_fields(body, _TEXT)
     wanted = body.get("logprobs")
-    if wanted is not None and wanted is not False and wanted > 1:
-        raise RequestError(f"logprobs is {wanted}; alternatives are not offered yet, use 0 or 1", field="logprobs")
+    if wanted is not None and (not isinstance(wanted, int) or not 0 <= wanted <= 1):
+        raise RequestError(f"logprobs is {wanted!r}; alternatives are not offered yet, use 0 or 1", field="logprobs")
     return _asked(
         body, _prompts(body.get("prompt"), tokenizer), default_tokens, wanted is not None and wanted is not False
     )
@@ -72,11 +72,11 @@ def _prompts(prompt: Any, tokenizer: Tokenizer) -> list[list[int]]:
     if isinstance(prompt, str):
         return [tokenizer.encode(prompt)]
     if isinstance(prompt, list) and prompt:
-        if all(isinstance(p, int) and not isinstance(p, bool) for p in prompt):
+        if _are_ids(prompt):
             return [prompt]
         if all(isinstance(p, str) for p in prompt):
             return [tokenizer.encode(p) for p in prompt]
-        if all(isinstance(p, list) and all(isinstance(i, int) for i in p) for p in prompt):
+        if all(isinstance(p, list) and _are_ids(p) for p in prompt):
             return prompt
     raise RequestError("prompt must be text, token ids, or a list of either", field="prompt")
 
@@ -85,11 +85,14 @@ def _asked(body: Mapping[str, Any], prompts: list[list[int]], default_tokens: in
     n = _number(body, "n", 1, int)
     if not 1 <= n <= MOST_CHOICES:
         raise RequestError(f"n is {n}; it must be from 1 to {MOST_CHOICES}", field="n")
-    limit = body.get("max_completion_tokens")
-    max_tokens = limit if limit is not None else _number(body, "max_tokens", default_tokens, int)
-    seed = body.get("seed")
-    if seed is not None and not isinstance(seed, int):
-        raise RequestError(f"seed is {seed!r}; it must be a whole number", field="seed")
+    limit = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
+    max_tokens = _number(body, limit, default_tokens, int)
+    if max_tokens < 0:
+        raise RequestError(f"{limit} is {max_tokens}; it must be at least 0", field=limit)
+    seed = _number(body, "seed", None, int)
+    options = {} if body.get("stream_options") is None else body["stream_options"]
+    if not isinstance(options, dict):
+        raise RequestError(f"stream_options is {options!r}; it must be an object", field="stream_options")
     shared: dict[str, Any] = {
         "max_tokens": max_tokens,
         "temperature": float(_number(body, "temperature", 1.0, float)),
@@ -97,16 +100,15 @@ def _asked(body: Mapping[str, Any], prompts: list[list[int]], default_tokens: in
         "top_k": max(0, _number(body, "top_k", 0, int)),  # −1 means off in other servers
         "stop": _stop(body.get("stop")),
         "stop_ids": frozenset(_ids(body.get("stop_token_ids"))),
-        "ignore_eos": bool(body.get("ignore_eos")),
+        "ignore_eos": _flag(body, "ignore_eos"),
     }
     params = [SamplingParams(seed=None if seed is None else seed + i, **shared) for i in range(n)]
-    options = body.get("stream_options") or {}
     return Asked(
         prompts=prompts,
         params=params,
         logprobs=logprobs,
-        token_ids=bool(body.get("return_token_ids")),
-        stream=bool(body.get("stream")),
+        token_ids=_flag(body, "return_token_ids"),
+        stream=_flag(body, "stream"),
         usage_in_stream=bool(options.get("include_usage")),
     )
 
@@ -121,7 +123,14 @@ def _check_fields(body: Mapping[str, Any], known: set[str]) -> None:
             raise RequestError(f"{field} is not offered yet; leave it out", field=field)
 
 
-def _number(body: Mapping[str, Any], field: str, default: float, kind: type) -> Any:
+def _flag(body: Mapping[str, Any], field: str) -> bool:
+    value = body.get(field)
+    if value is not None and not isinstance(value, bool):
+        raise RequestError(f"{field} is {value!r}; it must be true or false", field=field)
+    return bool(value)
+
+
+def _number(body: Mapping[str, Any], field: str, default: float | None, kind: type) -> Any:
     value = body.get(field)
     if value is None:
         return default
@@ -131,7 +140,7 @@ def _number(body: Mapping[str, Any], field: str, default: float, kind: type) -> 
 
 
 def _stop(value: Any) -> tuple[str, ...]:
-    several = [value] if isinstance(value, str) else (value or [])
+    several = [value] if isinstance(value, str) else [] if value is None else value
     if not isinstance(several, list) or not all(isinstance(s, str) and s for s in several) or len(several) > 16:
         raise RequestError("stop must be text or a list of up to 16 texts, none empty", field="stop")
     return tuple(several)
@@ -140,6 +149,10 @@ def _stop(value: Any) -> tuple[str, ...]:
 def _ids(value: Any) -> list[int]:
     if value is None:
         return []
-    if not isinstance(value, list) or not all(isinstance(i, int) for i in value):
+    if not isinstance(value, list) or not _are_ids(value):
         raise RequestError("stop_token_ids must be a list of token ids", field="stop_token_ids")
     return value
+
+
+def _are_ids(values: list[Any]) -> bool:
+    return all(isinstance(i, int) and not isinstance(i, bool) for i in values)

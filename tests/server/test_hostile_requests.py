@@ -1,0 +1,79 @@
+"""Values at and beyond the edge of what JSON can say: refused with field and value, never a 500, and nothing else is disturbed."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from server_harness import Running, Start, sample
+
+JOBS = "/v1/fine_tuning/jobs"
+HUGE = 10**400
+
+
+@pytest.mark.parametrize(
+    ("path", "named"),
+    [
+        ("events?after=ftevent-9223372036854775808", "after"),
+        ("checkpoints/ftckpt-{job}-9223372036854775808", "checkpoint"),
+        ("checkpoints?limit=9223372036854775808", "limit = '9223372036854775808'"),
+    ],
+)
+def test_numbers_that_no_column_holds(shared: Running, path: str, named: str) -> None:
+    job = shared.create_job()
+    answer = shared.http.get(f"{JOBS}/{job}/" + path.format(job=job))
+    assert 400 <= answer.status_code < 500, answer.text
+    assert named in answer.text
+
+
+def test_progress_since_a_number_that_no_column_holds(shared: Running) -> None:
+    answer = shared.http.get(shared.rl(shared.create_job(), "progress?since=9223372036854775808"))
+    assert answer.status_code == 422
+    assert "since = '9223372036854775808'" in answer.json()["detail"][0]["msg"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "field"),
+    [
+        ({"batch_size": 2**63}, "batch_size"),
+        ({"num_batches": 10**30}, "num_batches"),
+        ({"keep_checkpoints": HUGE}, "keep_checkpoints"),
+        ({"seed": 2**64}, "seed"),
+        ({"lora": {"targets": "everything"}}, "targets"),
+        ({"lora": {"targets": ["q"]}}, "targets"),
+    ],
+)
+def test_settings_beyond_what_can_be_run(shared: Running, settings: dict[str, Any], field: str) -> None:
+    method = {"type": "reinforcement", "reinforcement": {"batch_size": 2, **settings}}
+    answer = shared.http.post(JOBS, json={"model": shared.model, "method": method})
+    assert answer.status_code == 422
+    assert field in answer.json()["detail"][0]["msg"]
+
+
+def test_half_a_surrogate_pair_can_be_told_back(shared: Running) -> None:
+    method = {"type": "reinforcement", "reinforcement": {"batch_size": 2}}
+    body = json.dumps({"model": shared.model, "suffix": "\ud800", "method": method})
+    answer = shared.http.post(JOBS, content=body)
+    assert answer.status_code == 200
+    assert json.loads(shared.http.get(f"{JOBS}/{answer.json()['id']}").content)["suffix"] == "\ud800"
+
+
+@pytest.mark.parametrize("metrics", [{"\ud800": 1}, {"a": HUGE}, {"a": 1e300}, {"a": float("nan")}, {"a": True}])
+def test_metrics_that_cannot_be_told(shared: Running, metrics: dict[str, Any]) -> None:
+    body = json.dumps({"batch_index": 0, "metrics": metrics})
+    assert shared.http.post(shared.rl(shared.create_job(), "metrics"), content=body).status_code == 422
+
+
+def test_numbers_beyond_float32_are_refused_or_not_averaged(start: Start) -> None:
+    server = start()
+    job = server.create_job(num_batches=1)
+    server.http.post(server.rl(job, "batches"), json={"index": 0})
+    for change in ({"normalized_reward": 1e39}, {"logprobs": [0.0, 0.0, 0.0, -1e39, -1.0, -1.0]}):
+        refused = server.upload(job, 0, [sample("a", **change)])
+        assert refused.status_code == 422
+        assert "1e+39" in refused.text
+    for name, reward in (("a", "1e999"), ("b", str(HUGE))):
+        body = json.dumps({"samples": [sample(name)]}).replace('"reward": 0.5', f'"reward": {reward}')
+        assert server.http.post(server.rl(job, "batches/0/samples"), content=body).status_code == 200
+    assert server.wait_status(job, "succeeded")["ledger"]["trained"] == 2
