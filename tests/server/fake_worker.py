@@ -133,7 +133,7 @@ class Handler(BaseHTTPRequestHandler):
                     "loss": 0.5,
                     "mismatch_max": 0.0,
                     "matched": float(batch.matched.sum()),
-                    "temperature": float(batch.temperature[0]),
+                    "temperature": float(batch.temperature[batch.mask > 0][0]),
                 },
                 "fates": fates,
                 "seconds": 0.01,
