@@ -58,7 +58,9 @@ def test_resume_without_a_run_is_one_line(tmp_path: Path) -> None:
     process = start(tmp_path, "--resume")
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert output.strip().splitlines() == [f"error: there is no run to resume in {tmp_path}; start one without --resume"]
+    assert output.strip().splitlines() == [
+        f"error: there is no run to resume in {tmp_path}; start one without --resume"
+    ]
 
 
 def test_killed_demo_leaves_no_server_behind(tmp_path: Path, tiny_model_folder: Path) -> None:
