@@ -4,7 +4,8 @@ Invariants:
 * Version k+1 is announced only after batch k was trained, its fingerprint checked and its row stored: it can be made again from the
   newest checkpoint and the stored batches.
 * After a restart nothing is served before the replayed fingerprints equal the recorded ones; `inference_version` never falls.
-* A worker's death is an event and a restart; `max_restarts` deaths without a new version in between fail the job.
+* A worker's death is an event and a restart; `max_restarts` deaths without a new version in between fail the job. A worker that
+  cannot use model, settings or checkpoint fails it at once.
 """
 
 from __future__ import annotations
@@ -106,7 +107,10 @@ class JobRunner:
 
     async def _after_death(self, death: WorkerDied) -> None:
         self.gate.shut()
+        not_loaded = self.worker.why_not_loaded if self.worker is not None else None
         await self._stop_worker()
+        if not_loaded is not None:
+            raise JobFailed("not_loaded", not_loaded)
         self._deaths += 1
         if self._deaths > self.settings.max_restarts:
             raise JobFailed(

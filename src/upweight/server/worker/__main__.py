@@ -9,9 +9,7 @@ import threading
 from pathlib import Path
 
 from upweight.errors import UpweightError
-from upweight.server.worker_protocol import WorkerSpec
-
-LOAD_FAILED = 3
+from upweight.server.worker_protocol import LOAD_FAILED, WorkerSpec
 
 
 def main() -> None:
