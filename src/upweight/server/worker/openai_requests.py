@@ -60,12 +60,16 @@ def parse_chat(body: Mapping[str, Any], tokenizer: Tokenizer, default_tokens: in
 
 def parse_text(body: Mapping[str, Any], tokenizer: Tokenizer, default_tokens: int) -> Asked:
     _check_fields(body, _TEXT)
-    wanted = body.get("logprobs")
-    if wanted is not None and wanted is not False and wanted > 1:
-        raise RequestError(f"logprobs is {wanted}; alternatives are not offered yet, use 0 or 1", field="logprobs")
-    return _asked(
-        body, _prompts(body.get("prompt"), tokenizer), default_tokens, wanted is not None and wanted is not False
-    )
+    return _asked(body, _prompts(body.get("prompt"), tokenizer), default_tokens, _text_logprobs(body.get("logprobs")))
+
+
+def _text_logprobs(wanted: Any) -> bool:
+    """Whether log-probs are asked for. The number asks for alternatives; 0 and 1 mean the sampled token alone."""
+    if wanted is None or isinstance(wanted, bool):
+        return bool(wanted)
+    if not isinstance(wanted, int) or not 0 <= wanted <= 1:
+        raise RequestError(f"logprobs is {wanted!r}; alternatives are not offered yet, use 0 or 1", field="logprobs")
+    return True
 
 
 def _prompts(prompt: Any, tokenizer: Tokenizer) -> list[list[int]]:
@@ -85,10 +89,9 @@ def _asked(body: Mapping[str, Any], prompts: list[list[int]], default_tokens: in
     n = _number(body, "n", 1, int)
     if not 1 <= n <= MOST_CHOICES:
         raise RequestError(f"n is {n}; it must be from 1 to {MOST_CHOICES}", field="n")
-    limit = body.get("max_completion_tokens")
-    max_tokens = limit if limit is not None else _number(body, "max_tokens", default_tokens, int)
+    max_tokens = _number(body, "max_completion_tokens", _number(body, "max_tokens", default_tokens, int), int)
     seed = body.get("seed")
-    if seed is not None and not isinstance(seed, int):
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
         raise RequestError(f"seed is {seed!r}; it must be a whole number", field="seed")
     shared: dict[str, Any] = {
         "max_tokens": max_tokens,
@@ -101,6 +104,8 @@ def _asked(body: Mapping[str, Any], prompts: list[list[int]], default_tokens: in
     }
     params = [SamplingParams(seed=None if seed is None else seed + i, **shared) for i in range(n)]
     options = body.get("stream_options") or {}
+    if not isinstance(options, dict):
+        raise RequestError(f"stream_options is {options!r}; it must be an object", field="stream_options")
     return Asked(
         prompts=prompts,
         params=params,
@@ -140,6 +145,6 @@ def _stop(value: Any) -> tuple[str, ...]:
 def _ids(value: Any) -> list[int]:
     if value is None:
         return []
-    if not isinstance(value, list) or not all(isinstance(i, int) for i in value):
+    if not isinstance(value, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in value):
         raise RequestError("stop_token_ids must be a list of token ids", field="stop_token_ids")
     return value
