@@ -390,13 +390,19 @@ def worker_spec(job: Job, home: Home, mode: WorkerMode, checkpoint: str | None) 
         job_id=job.id,
         mode=mode,
         model=job.model_path,
-        model_names=list(dict.fromkeys([job.model, job.request["model_name"], job.id])),
+        model_names=_model_names(job),
         reinforcement=job.reinforcement,
         socket="",  # chosen by start_worker
         folder=str(home.job_folder(job.id)),
         checkpoint=checkpoint,
         cache_folder=str(home.cache / "compiled"),
     )
+
+
+def _model_names(job: Job) -> list[str]:
+    """What requests may call the job's model: as when the job was created, its own name, their last parts, the job's id."""
+    names = [job.model, job.request["model_name"]]
+    return list(dict.fromkeys([*names, *(Path(name).name or name for name in names), job.id]))
 
 
 def log_file(home: Home, job_id: str) -> Path:
