@@ -123,10 +123,10 @@ def _toy_batch() -> TrainBatch:
         mask=np.tile(np.array([0, 0, 0, 1, 1, 1], np.uint8), 2),
         reward=np.array([1.0, -1.0], np.float32),
         group=np.zeros(2, np.int32),
-        temperature=np.ones(2, np.float32),
+        temperature=np.ones(12, np.float32),
         raw_logprobs=np.full(12, np.nan, np.float32),
         versions=np.full(12, -1, np.int32),
-        filtered=np.zeros(2, np.uint8),
+        filtered=np.zeros(12, np.uint8),
         matched=np.zeros(2, np.uint8),
     )
 

@@ -20,10 +20,10 @@ def batch_of(samples: list[tuple[list[int], list[int]]]) -> TrainBatch:
         mask=np.array([m for _, mask in samples for m in mask], np.uint8),
         reward=np.zeros(n, np.float32),
         group=np.arange(n, dtype=np.int32),
-        temperature=np.ones(n, np.float32),
+        temperature=np.ones(total, np.float32),
         raw_logprobs=np.full(total, np.nan, np.float32),
         versions=np.full(total, -1, np.int32),
-        filtered=np.zeros(n, np.uint8),
+        filtered=np.zeros(total, np.uint8),
         matched=np.ones(n, np.uint8),
     )
 

@@ -170,3 +170,23 @@ def test_kl_estimators(name: str, jit: bool) -> None:
 def test_k3_far_from_the_reference_stays_finite() -> None:
     lp, ref, one = np.array([-100.0], np.float32), np.array([0.0], np.float32), np.ones(1, np.float32)
     assert float(KL_ESTIMATORS["k3"](lp, ref, one)[0]) == pytest.approx(math.exp(20) - 21, rel=1e-5)
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_dual_clip_bounds_the_loss_of_negative_advantages(jit: bool) -> None:
+    """Ratio 5 at Â = −2: plain 10, with c = 3 at most 6, and no gradient beyond the bound. Â = 2 is clipped at 1.2 as ever."""
+    old, advantage = jnp.zeros(3), jnp.array([-2.0, 2.0, -2.0])
+    lp = jnp.log(jnp.array([5.0, 5.0, 2.5]))
+    ones, sample = jnp.ones(3), jnp.zeros(3, jnp.int32)
+
+    def total(lp: jax.Array, bound: float | None) -> tuple[jax.Array, jax.Array]:
+        per_token = LOSSES["clip"](lp, old, advantage, ones, sample, Limits(dual_clip=bound))
+        return per_token.sum(), per_token
+
+    run = jax.value_and_grad(total, has_aux=True)
+    run = jax.jit(run, static_argnums=1) if jit else run
+    (_, plain), _ = run(lp, None)
+    (_, bounded), gradient = run(lp, 3.0)
+    np.testing.assert_allclose(plain, [10.0, -2.4, 5.0], rtol=1e-5)
+    np.testing.assert_allclose(bounded, [6.0, -2.4, 5.0], rtol=1e-5)
+    np.testing.assert_allclose(gradient, [0.0, 0.0, 5.0], rtol=1e-5)

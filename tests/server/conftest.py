@@ -27,8 +27,9 @@ def servers(folder: Path) -> Iterator[Start]:
     def begin(behaviour: dict[str, Any] | None = None, **more: Any) -> Running:
         settings = fake_settings(folder / "home", behaviour, **more)
         app = create_app(settings, resolve_model=resolve_fake)
+        # The loop that `upweight.server.process` runs on; uvloop would fork this process, which may hold JAX's threads.
         server = uvicorn.Server(
-            uvicorn.Config(app, port=0, log_level="warning", lifespan="on", timeout_graceful_shutdown=1)
+            uvicorn.Config(app, port=0, loop="asyncio", log_level="warning", lifespan="on", timeout_graceful_shutdown=1)
         )
         thread = threading.Thread(target=server.run, daemon=True)
         thread.start()

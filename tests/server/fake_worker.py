@@ -3,7 +3,7 @@
 `fake_worker.py BEHAVIOUR.json SPEC.json`. Its "weights" are a hash over all batches so far, so equal batches in equal order give equal
 fingerprints. BEHAVIOUR: die_in_training [batch indices, each once], corrupt_after_restart (bool), skip_updates (bool),
 train_seconds, generate_seconds, fates, hang_in_training [batch indices, first start only],
-die_at_start (bool), ignore_sigterm (bool).
+die_at_start (bool), cannot_load (bool), ignore_sigterm (bool).
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class Handler(BaseHTTPRequestHandler):
                     "loss": 0.5,
                     "mismatch_max": 0.0,
                     "matched": float(batch.matched.sum()),
-                    "temperature": float(batch.temperature[0]),
+                    "temperature": float(batch.temperature[batch.mask > 0][0]),
                 },
                 "fates": fates,
                 "seconds": 0.01,
@@ -212,6 +212,9 @@ def die_with_parent() -> None:
 
 if BEHAVIOUR.get("die_at_start"):
     print("fake worker: cannot load", file=sys.stderr, flush=True)
+    sys.exit(5)
+if BEHAVIOUR.get("cannot_load"):
+    print("error: gemma7 is not a model that can be run here", file=sys.stderr, flush=True)
     sys.exit(3)
 with (FOLDER / "starts").open("a") as starts:
     starts.write(f"{os.getpid()}\n")

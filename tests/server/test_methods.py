@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
-from upweight.server.methods import Reinforcement, parse_method
+from upweight.models.lora import TARGETS
+from upweight.server.methods import LORA_TARGETS, Reinforcement, parse_method
 from upweight.server.refusals import Refusal
+from upweight.training.settings import PRESETS, LoraSettings, PolicySettings
 
 FROZEN = {
     "batch_size": 4,
@@ -74,6 +76,14 @@ def test_offered_algorithms(algorithm: str) -> None:
         ({"critic": {}}, ["critic belongs to algorithm 'ppo'"]),
         ({"minibatch_size": 9}, ["minibatch_size = 9 exceeds batch_size = 4"]),
         ({"budget": {"max_seconds": 0}}, ["budget.max_seconds = 0"]),
+        ({"kl_estimator": "exact"}, ["kl_estimator 'exact' is not offered", '"k1", "k2", "k3"']),
+        ({"mask_truncated": True}, ["mask_truncated True is not offered", "false"]),
+        ({"lora": {"targets": ["q_proj"]}}, ["lora.targets ['q_proj'] is not offered", "all-linear, attention, mlp"]),
+        ({"lora": {"targets": "attn"}}, ["lora.targets 'attn' is not offered"]),
+        ({"algorithm": "cispo", "clip_high": 0.3}, ["clip_high = 0.3 has no effect with algorithm 'cispo'"]),
+        ({"algorithm": "rloo", "beta": 0.1}, ["beta = 0.1 with kl_estimator 'k1'", "use kl_estimator 'k2' or 'k3'"]),
+        ({"lr_schedule": "linear"}, ["lr_schedule = 'linear' needs num_batches"]),
+        ({"dual_clip": 1.0}, ["dual_clip = 1.0", "greater than 1"]),
     ],
 )
 def test_refusals_name_field_value_and_remedy(settings: dict[str, Any], words: list[str]) -> None:
@@ -99,3 +109,51 @@ def test_refused_methods(method: Any, word: str) -> None:
     with pytest.raises(Refusal) as refused:
         parse_method(method)
     assert word in refused.value.text
+
+
+# A value of each key that this server accepts, other than its default.
+ACCEPTED: dict[str, Any] = {
+    "learning_rate": 1e-3,
+    "lr_schedule": "cosine",
+    "warmup_steps": 2,
+    "weight_decay": 0.1,
+    "max_grad_norm": None,
+    "adam_b1": 0.8,
+    "adam_b2": 0.99,
+    "epochs": 2,
+    "minibatch_size": 2,
+    "clip_low": 0.1,
+    "clip_high": 0.3,
+    "dual_clip": 3.0,
+    "beta": 0.04,
+    "kl_estimator": "k2",
+    "entropy_coeff": 0.01,
+    "is_cap": 5.0,
+    "correction": "none",
+    "advantage": "group",
+    "lora": {"rank": 4, "alpha": 8, "targets": "mlp"},
+    "seed": 3,
+}
+# Keys that others than the trainer's settings read: the store, the supervisor, the worker's core; or that are refused but for null.
+READ_ELSEWHERE = {"num_batches", "microbatch_tokens", "checkpoint_every", "keep_checkpoints", "budget", "sampling"}
+ONLY_NULL = {"mask_truncated", "critic"}
+
+
+def test_every_key_reaches_the_trainer() -> None:
+    """A key that were accepted and ignored would be missing here."""
+    keys = set(FROZEN) - {"batch_size", "algorithm"}
+    assert keys == ACCEPTED.keys() | READ_ELSEWHERE | ONLY_NULL
+    plain = PolicySettings.from_method(parse(num_batches=9).model_dump(mode="json"))
+    for key, value in ACCEPTED.items():
+        accepted = parse(**{"num_batches": 9, key: value}).model_dump(mode="json")
+        settings = PolicySettings.from_method(accepted)
+        assert settings != plain, key
+        given = LoraSettings(**value) if key == "lora" else value
+        assert getattr(settings, key, given) == given
+        assert getattr(settings.preset, key, given) == given or key == "advantage"
+
+
+def test_server_and_trainer_offer_the_same() -> None:
+    assert set(LORA_TARGETS) == set(TARGETS)
+    for algorithm in PRESETS:
+        assert PolicySettings.from_method(parse(algorithm=algorithm).model_dump(mode="json")).algorithm == algorithm

@@ -82,10 +82,18 @@ def test_a_worker_that_cannot_start_fails_the_job_after_the_allowed_restarts(sta
     job = server.create_job()
     end = server.wait_status(job, "failed")
     assert end["error"]["code"] == "worker_died"
-    assert "exit code 3" in end["error"]["message"]
+    assert "exit code 5" in end["error"]["message"]
     assert "cannot load" in end["error"]["message"]
     assert sum("restart" in message for message in server.events(job)) == 2
     assert server.http.get(f"/v1/fine_tuning/jobs/{job}").json()["error"]["code"] == "worker_died"
+
+
+def test_a_model_that_cannot_be_loaded_fails_the_job_at_once_with_one_line(start: Start) -> None:
+    server = start({"cannot_load": True})
+    job = server.create_job()
+    end = server.wait_status(job, "failed")
+    assert (end["error"]["code"], end["reason"]) == ("not_loaded", "gemma7 is not a model that can be run here")
+    assert not any("restart" in message for message in server.events(job))
 
 
 def test_a_worker_that_says_nothing_is_killed_and_replaced(start: Start) -> None:

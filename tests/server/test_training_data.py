@@ -59,7 +59,7 @@ def test_a_conversation_of_two_turns_is_joined_turn_by_turn(database: Database) 
     serve(
         database,
         job,
-        {"temperature": 0.5},
+        {"temperature": 0.25},
         answer([1, 2, 3, 4, 5], [6, 7], [-0.3, -0.4], 0, token_inference_versions=[0, 1]),
     )
     samples = [
@@ -76,12 +76,13 @@ def test_a_conversation_of_two_turns_is_joined_turn_by_turn(database: Database) 
     assert batch.token_ids.tolist() == [1, 2, 3, 4, 5, 6, 7, 9, 9, 1, 2, 8]
     assert batch.group.tolist() == [0, 0, 1]
     assert batch.matched.tolist() == [1, 0, 0]
-    assert batch.filtered.tolist() == [1, 0, 0]
-    assert batch.temperature.tolist() == [0.5, 1.0, 1.0]
+    assert batch.filtered.tolist() == [0, 0, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0]
+    assert batch.temperature.tolist() == [1.0, 1.0, 0.5, 0.5, 1.0, 0.25, 0.25, 1.0, 1.0, 1.0, 1.0, 1.0]
     assert batch.versions.tolist() == [-1, -1, 0, 0, -1, 0, 1, -1, -1, -1, -1, -1]
     np.testing.assert_array_equal(batch.raw_logprobs[2:4], np.float32([-1.1, -1.2]))
     assert np.isnan(batch.raw_logprobs[[0, 1, 4, 5, 6, 7, 11]]).all()
     assert built.metrics["unmatched"] == 2.0
+    assert built.metrics["filtered"] == 1.0
     assert built.metrics["reward_mean"] == 3.0
     assert built.metrics["staleness_max"] == -1.0  # version 0 in batch 0
 

@@ -56,7 +56,24 @@ def test_a_new_job_is_readable_for_the_public_client(shared: Running) -> None:
     assert (answer["result_files"], answer["organization_id"], answer["seed"]) == ([], "", 7)
     assert answer["training_method"]["reinforcement"]["num_batches"] == 3
     assert answer["batch_size"] == 2
-    assert any("'colour' was ignored" in message for message in shared.events(answer["id"]))
+    assert answer["colour"] == "red"  # kept, without effect
+    assert shared.http.get(f"/v1/fine_tuning/jobs/{answer['id']}").json()["colour"] == "red"
+    events = shared.http.get(f"/v1/fine_tuning/jobs/{answer['id']}/events", params={"limit": 100}).json()["data"]
+    assert [event["level"] for event in events if "'colour' was ignored" in event["message"]] == ["warn"]
+
+
+def test_unknown_fields_replace_no_known_ones(shared: Running) -> None:
+    answer = create(shared, method=method(), id="mine", status="succeeded", batch_size=99, job_status="x").json()
+    assert answer["id"].startswith("ftjob-")
+    assert (answer["status"], answer["batch_size"]) in (("queued", 2), ("running", 2))
+    assert answer["job_status"] != "x"
+
+
+def test_requests_may_call_the_model_by_its_names(server: Running) -> None:
+    job = server.create_job()
+    server.wait(job, lambda p: p["inference_version"] == 0)
+    models = server.http.get(server.rl(job, "inference/openai/v1/models")).json()["data"]
+    assert [model["id"] for model in models] == [server.model, Path(server.model).name, job]
 
 
 def test_the_method_may_lie_in_extra_body(shared: Running) -> None:
@@ -274,6 +291,8 @@ def test_the_reason_says_what_a_job_waits_for(server: Running) -> None:
     server.http.post(server.rl(job, "batches"), json={"index": 0})
     server.upload(job, 0, [sample("a")])
     assert server.progress(job)["reason"] == "batch 0 holds 1 of 2 samples"
+    assert server.status(job)["job_status"] == "waiting_for_samples"
+    assert server.status(job)["reason"] == "batch 0 holds 1 of 2 samples"
 
 
 def test_inference_streams_renders_and_passes_refusals_on(server: Running) -> None:

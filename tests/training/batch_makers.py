@@ -22,12 +22,12 @@ def logits_of_rows(config: DecoderConfig, params: Params, tokens: jax.Array) -> 
 def logprobs_alone(config: DecoderConfig, params: Params, batch: TrainBatch) -> np.ndarray:
     """Float32 [T]: log-probs of each sample run by itself at its temperature, 0 at its first token."""
     out = np.zeros(len(batch.token_ids), np.float32)
-    for i, (start, end) in enumerate(zip(batch.starts[:-1], batch.starts[1:], strict=True)):
+    for start, end in zip(batch.starts[:-1], batch.starts[1:], strict=True):
         ids = batch.token_ids[start:end]
         row = np.zeros((1, PADDED), np.int32)
         row[0, : len(ids)] = ids
         logits = np.asarray(logits_of_rows(config, params, row))[0, : len(ids) - 1].astype(np.float64)
-        logits /= batch.temperature[i] if batch.temperature[i] > 0 else 1.0
+        logits /= batch.temperature[start + 1 : end, None]
         logp = logits - np.log(np.exp(logits).sum(1, keepdims=True))
         out[start + 1 : end] = logp[np.arange(len(ids) - 1), ids[1:]]
     return out
@@ -51,10 +51,10 @@ def make_batch(
         mask=mask,
         reward=np.asarray(reward, np.float32),
         group=np.arange(n, dtype=np.int32) if group is None else np.asarray(group, np.int32),
-        temperature=np.broadcast_to(np.float32(temperature), n).copy(),
+        temperature=np.repeat(np.broadcast_to(np.float32(temperature), n), lengths),
         raw_logprobs=np.full(len(mask), np.nan, np.float32),
         versions=np.where(mask > 0, 0, -1).astype(np.int32),
-        filtered=np.zeros(n, np.uint8),
+        filtered=np.zeros(len(mask), np.uint8),
         matched=np.ones(n, np.uint8),
     )
 

@@ -177,15 +177,24 @@ def test_ratio_is_one_at_each_samples_temperature(config: DecoderConfig, params:
     assert report.metrics["is_weight_mean"] == pytest.approx(1.0, abs=1e-5)
 
 
+def test_ratio_is_one_when_turns_of_a_sample_differ_in_temperature(
+    config: DecoderConfig, params: Params, fresh: PolicyTrainer
+) -> None:
+    standard = standard_batch(config, params)
+    turns = np.where(np.arange(len(standard.mask)) % 2, np.float32(0.5), np.float32(1.4))
+    report = fresh.train(sampled_by(config, params, replace(standard, temperature=turns)))
+    assert report.metrics["mismatch_max"] < 1e-5
+    assert report.metrics["is_weight_mean"] == pytest.approx(1.0, abs=1e-5)
+
+
 def test_greedy_and_filtered_samples_are_compared_by_their_raw_logprobs(
     fresh: PolicyTrainer, batch: TrainBatch
 ) -> None:
-    filtered = np.array([1, 0] * 6, np.uint8)
-    odd = np.repeat(filtered > 0, batch.lengths)
+    odd = np.repeat(np.array([True, False] * 6), batch.lengths)
     nonsense = replace(
         batch,
-        filtered=filtered,
-        temperature=np.where(filtered > 0, 0.0, 1.0).astype(np.float32),
+        filtered=odd.astype(np.uint8),
+        temperature=np.where(odd, 0.0, 1.0).astype(np.float32),
         raw_logprobs=np.where(batch.mask > 0, batch.logprobs, np.nan).astype(np.float32),
         logprobs=np.where(odd, np.float32(np.nan), batch.logprobs),
     )

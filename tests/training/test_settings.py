@@ -54,6 +54,13 @@ def test_first_update_of_adamw_in_numbers() -> None:
     np.testing.assert_allclose(state[1][0].nu["w"], [0.05 * 0.36, 0.05 * 0.64], rtol=1e-5)
 
 
+def test_without_a_norm_gradients_are_not_clipped() -> None:
+    optimizer = make_optimizer(PolicySettings.from_method({"max_grad_norm": None}))
+    params = {"w": jnp.array([2.0, -4.0])}
+    _, state = optimizer.update({"w": jnp.array([30.0, -40.0])}, optimizer.init(params), params)
+    np.testing.assert_allclose(state[1][0].mu["w"], [3.0, -4.0], rtol=1e-5)
+
+
 def test_a_method_object_is_read() -> None:
     settings = PolicySettings.from_method(
         {

@@ -19,10 +19,12 @@ LOG_RATIO_LIMIT = 20.0
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Static bounds of a loss. clip: ratio in [1 − low, 1 + high]; cispo_max: cap of its weight; `sample` < num_samples."""
+    """Static bounds of a loss. clip: ratio in [1 − low, 1 + high]; dual_clip c: for Â < 0 a clipped loss is at most c·|Â|
+    (Ye et al. 2020), None = no bound; cispo_max: cap of its weight; `sample` < num_samples."""
 
     low: float = 0.2
     high: float = 0.2
+    dual_clip: float | None = None
     cispo_max: float = 5.0
     num_samples: int = 1
 
@@ -40,7 +42,10 @@ def log_ratio(lp: jax.Array, old: jax.Array, trained: jax.Array) -> jax.Array:
 def _clipped(ratio: jax.Array, advantage: jax.Array, trained: jax.Array, limits: Limits) -> jax.Array:
     # A ratio that a sequence shares gets gradients from its masked places too: their advantage must be 0 there, not NaN.
     advantage = masked(advantage, trained)
-    return -jnp.minimum(ratio * advantage, jnp.clip(ratio, 1 - limits.low, 1 + limits.high) * advantage)
+    loss = -jnp.minimum(ratio * advantage, jnp.clip(ratio, 1 - limits.low, 1 + limits.high) * advantage)
+    if limits.dual_clip is None:
+        return loss
+    return jnp.where(advantage < 0, jnp.minimum(loss, -limits.dual_clip * advantage), loss)
 
 
 def clip_token(

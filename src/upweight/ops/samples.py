@@ -17,10 +17,10 @@ class TrainBatch:
     mask: np.ndarray  # uint8 [T], 1 = trained
     reward: np.ndarray  # float32 [n], normalized_reward
     group: np.ndarray  # int32 [n], dense number of debug_info["task_id"]; a sample without one is its own group
-    temperature: np.ndarray  # float32 [n], of the joined completion, else the job's default; 0 = greedy
+    temperature: np.ndarray  # float32 [T], of the completion that a token is joined to; 1 on context and where unknown
     raw_logprobs: np.ndarray  # float32 [T], NaN where unknown
     versions: np.ndarray  # int32 [T], version that sampled each token, -1 on context and where unknown
-    filtered: np.ndarray  # uint8 [n], sampled with top-k, top-p, min-p or penalties
+    filtered: np.ndarray  # uint8 [T], 1 = sampled with top-k, top-p, min-p, penalties or greedily
     matched: np.ndarray  # uint8 [n], joined to completions that this server served
 
     @property
@@ -36,8 +36,8 @@ class TrainBatch:
         """The samples at the given indices, in that order."""
         starts = self.starts
         flat = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in keep]) if len(keep) else np.zeros(0, int)
-        per_token = ("token_ids", "logprobs", "mask", "raw_logprobs", "versions")
-        per_sample = ("lengths", "reward", "group", "temperature", "filtered", "matched")
+        per_token = ("token_ids", "logprobs", "mask", "temperature", "raw_logprobs", "versions", "filtered")
+        per_sample = ("lengths", "reward", "group", "matched")
         return TrainBatch(
             **{name: getattr(self, name)[flat] for name in per_token},
             **{name: getattr(self, name)[keep] for name in per_sample},

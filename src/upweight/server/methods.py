@@ -34,8 +34,10 @@ OFFERED: dict[str, tuple[str, ...]] = {
     "algorithm": ("grpo", "dr_grpo", "dapo", "bnpo", "gspo", "cispo", "rloo"),
     "advantage": ("given", "group"),
     "correction": ("none", "truncated"),
-    "lora.targets": ("all-linear", "attention", "mlp"),
 }
+# As above, for fields that are left out or null when the trainer's own way is wanted.
+OFFERED_IF_GIVEN: dict[str, tuple[object, ...]] = {"kl_estimator": ("k1", "k2", "k3"), "mask_truncated": (False,)}
+LORA_TARGETS = ("all-linear", "attention", "mlp")
 METHOD_TYPES = ("reinforcement", "dpo", "supervised", "spec-draft")
 
 
@@ -74,7 +76,7 @@ class Budget(_Strict):
 
 class Reinforcement(_Strict):
     batch_size: Int = Field(ge=1, description="samples per batch = capacity of a batch on the wire")
-    num_batches: Int | None = Field(default=None, ge=1, description="None = until cancelled")
+    num_batches: Int | None = Field(default=None, ge=1, description="None = until cancelled or a budget is used up")
     algorithm: Algorithm = "grpo"
     advantage: Literal["given", "group", "reward"] | None = Field(
         default=None, description="None is filled in: reward for ppo, reinforce and reinforce_pp, else given"
@@ -83,7 +85,7 @@ class Reinforcement(_Strict):
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: Int = Field(default=0, ge=0)
     weight_decay: float = Field(default=0.0, ge=0)
-    max_grad_norm: float | None = Field(default=1.0, gt=0)
+    max_grad_norm: float | None = Field(default=1.0, gt=0, description="None = gradients are not clipped")
     adam_b1: float = Field(default=0.9, ge=0, lt=1)
     adam_b2: float = Field(default=0.95, ge=0, lt=1)
     epochs: Int = Field(default=1, ge=1)
@@ -125,7 +127,24 @@ class Reinforcement(_Strict):
             raise ValueError(f"critic belongs to algorithm 'ppo', not {self.algorithm!r}; leave it out")
         if self.minibatch_size is not None and self.minibatch_size > self.batch_size:
             raise ValueError(f"minibatch_size = {self.minibatch_size} exceeds batch_size = {self.batch_size}")
+        self._has_effect()
         return self
+
+    def _has_effect(self) -> None:
+        """What would be without effect is refused rather than ignored."""
+        if self.algorithm == "cispo":
+            for name in ("clip_low", "clip_high", "dual_clip"):
+                if (value := getattr(self, name)) is not None:
+                    raise ValueError(f"{name} = {value!r} has no effect with algorithm 'cispo'; leave it out")
+        if self.beta > 0 and (self.kl_estimator or ("k1" if self.algorithm == "rloo" else "k3")) == "k1":
+            raise ValueError(
+                f"beta = {self.beta!r} with kl_estimator 'k1' has no effect: as a loss term its expected gradient is 0;"
+                " use kl_estimator 'k2' or 'k3'"
+            )
+        if self.lr_schedule != "constant" and self.num_batches is None:
+            raise ValueError(
+                f"lr_schedule = {self.lr_schedule!r} needs num_batches, the end to which the rate falls; use 'constant'"
+            )
 
 
 def parse_method(method: object, *, loc: tuple[str | int, ...] = ("body", "method")) -> Reinforcement:
@@ -147,13 +166,18 @@ def parse_method(method: object, *, loc: tuple[str | int, ...] = ("body", "metho
     for field in ("algorithm", "advantage", "correction"):
         if getattr(parsed, field) not in OFFERED[field]:
             raise _not_offered((*loc, "reinforcement", field), field, getattr(parsed, field), OFFERED[field])
-    if parsed.lora is not None and parsed.lora.targets not in OFFERED["lora.targets"]:
-        place = (*loc, "reinforcement", "lora", "targets")
-        raise _not_offered(place, "lora.targets", str(parsed.lora.targets), OFFERED["lora.targets"])
+    for field, offered in OFFERED_IF_GIVEN.items():
+        value = getattr(parsed, field)
+        if value is not None and value not in offered:
+            raise _not_offered((*loc, "reinforcement", field), field, value, tuple(json.dumps(one) for one in offered))
+    if parsed.lora is not None and parsed.lora.targets not in LORA_TARGETS:
+        raise _not_offered(
+            (*loc, "reinforcement", "lora", "targets"), "lora.targets", parsed.lora.targets, LORA_TARGETS
+        )
     return parsed
 
 
-def _not_offered(loc: tuple[str | int, ...], what: str, value: str, offered: tuple[str, ...]) -> Refusal:
+def _not_offered(loc: tuple[str | int, ...], what: str, value: object, offered: tuple[str, ...]) -> Refusal:
     return _refuse(loc, f"{what} {value!r} is not offered by this server yet; offered: {', '.join(offered)}")
 
 

@@ -16,6 +16,8 @@ Invariants:
 * Version k+1 exists only after batch k was trained; a /train order for another batch changes nothing.
 * The same checkpoint and the same batches in the same order give the same fingerprints (bit-equal on CPU).
 * A /train answer means: the engine already samples from the new version, and its arrays were fingerprinted.
+* Exit code `LOAD_FAILED` means: model, settings or checkpoint cannot be used, the last line of standard error says why, and another
+  start would meet the same.
 """
 
 from __future__ import annotations
@@ -29,6 +31,8 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from upweight.ops.samples import TrainBatch
+
+LOAD_FAILED = 3
 
 
 class WorkerMode(StrEnum):

@@ -28,8 +28,9 @@ def learning_rate(settings: PolicySettings) -> optax.Schedule:
 
 
 def make_optimizer(settings: PolicySettings) -> optax.GradientTransformation:
+    unclipped = settings.max_grad_norm is None
     return optax.chain(
-        optax.clip_by_global_norm(settings.max_grad_norm),
+        optax.identity() if unclipped else optax.clip_by_global_norm(settings.max_grad_norm),
         optax.adamw(
             learning_rate(settings), b1=settings.adam_b1, b2=settings.adam_b2, weight_decay=settings.weight_decay
         ),

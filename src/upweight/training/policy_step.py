@@ -77,7 +77,7 @@ def policy_loss(
     old = jnp.where(jnp.isnan(packed.old), present, packed.old)
     behaviour = jnp.where(jnp.isnan(packed.behaviour), old, packed.behaviour)
     ratio_against = behaviour if settings.correction == "none" else old
-    limits = Limits(low=preset.clip_low, high=preset.clip_high, num_samples=num_samples)
+    limits = Limits(low=preset.clip_low, high=preset.clip_high, dual_clip=preset.dual_clip, num_samples=num_samples)
     per_token = LOSSES[preset.loss](lp, ratio_against, packed.advantage, trained, packed.sample, limits)
     off = jnp.exp(log_ratio(old, behaviour, trained))
     if settings.correction == "truncated":

@@ -224,7 +224,7 @@ class PolicyTrainer:
                 "target": rows.target,
                 "sample": rows.sample,
                 "trained": rows.weight,
-                "temperature": temperature[rows.sample],
+                "temperature": temperature[rows.source],
                 "advantage": advantages[rows.sample].astype(np.float32),
                 "behaviour": behaviour[rows.source],
                 "old": (unknown if old is None else old)[rows.source],
@@ -294,18 +294,16 @@ def _minibatches(count: int, size: int | None) -> list[np.ndarray]:
 def _behaviour(batch: TrainBatch) -> np.ndarray:
     """Sampler log-probs on the trainer's support, NaN where unknown.
 
-    Filters renormalise what the sampler reports; the trainer's softmax covers the whole vocabulary, so such samples are
+    Filters renormalise what the sampler reports; the trainer's softmax covers the whole vocabulary, so such tokens are
     compared by their raw log-probs, which are those of T = 1.
     """
-    filtered = np.repeat(batch.filtered.astype(bool), batch.lengths)
-    at_one = np.repeat(np.isin(batch.temperature, (0.0, 1.0)), batch.lengths)
-    raw = np.where(at_one, batch.raw_logprobs, np.nan)
-    return np.where(filtered, raw, batch.logprobs).astype(np.float32)
+    raw = np.where(np.isin(batch.temperature, (0.0, 1.0)), batch.raw_logprobs, np.nan)
+    return np.where(batch.filtered > 0, raw, batch.logprobs).astype(np.float32)
 
 
 def _unusable(batch: TrainBatch) -> np.ndarray:
     """bool [n]: samples with a trained token whose uploaded log-prob is not finite. They spoil the update, visibly."""
-    bad = (batch.mask > 0) & ~np.isfinite(batch.logprobs) & ~np.repeat(batch.filtered > 0, batch.lengths)
+    bad = (batch.mask > 0) & ~np.isfinite(batch.logprobs) & ~(batch.filtered > 0)
     return np.bincount(np.repeat(np.arange(batch.num_samples), batch.lengths)[bad], minlength=batch.num_samples) > 0
 
 

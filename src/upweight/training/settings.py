@@ -35,6 +35,7 @@ RANGES: dict[str, tuple[float, bool, float]] = {
     "max_response_length": (1, True, math.inf),
     "clip_low": (0, False, 1),
     "clip_high": (0, False, math.inf),
+    "dual_clip": (1, False, math.inf),
     "rank": (1, True, math.inf),
     "alpha": (0, False, math.inf),
 }
@@ -62,10 +63,11 @@ class Preset:
     advantage: str = "group"
     clip_low: float = 0.2
     clip_high: float = 0.2
+    dual_clip: float | None = None
     kl_estimator: str = "k3"
 
     def __post_init__(self) -> None:
-        check_fields({name: getattr(self, name) for name in ("clip_low", "clip_high", "kl_estimator")})
+        check_fields({name: getattr(self, name) for name in ("clip_low", "clip_high", "dual_clip", "kl_estimator")})
 
 
 PRESETS: dict[str, Preset] = {
@@ -106,7 +108,7 @@ class PolicySettings:
     total_steps: int | None = None  # batches of the whole job
     batch_size: int | None = None  # samples a batch
     weight_decay: float = 0.0
-    max_grad_norm: float = 1.0
+    max_grad_norm: float | None = 1.0  # None = gradients are not clipped
     adam_b1: float = 0.9
     adam_b2: float = 0.95
     epochs: int = 1
@@ -136,7 +138,9 @@ class PolicySettings:
             raise ConfigError(f"algorithm {algorithm!r} is not offered; offered: {', '.join(PRESETS)}")
         if method.get("mask_truncated"):
             raise ConfigError("mask_truncated true is not offered by this trainer; mask such samples in the rollout")
-        overrides = {k: method[k] for k in ("clip_low", "clip_high", "kl_estimator") if method.get(k) is not None}
+        overrides = {
+            k: method[k] for k in ("clip_low", "clip_high", "dual_clip", "kl_estimator") if method.get(k) is not None
+        }
         own = {field.name for field in fields(cls)} - {
             "algorithm",
             "preset",
@@ -145,6 +149,8 @@ class PolicySettings:
             "max_response_length",
         }
         given = {name: method[name] for name in own if method.get(name) is not None}
+        if "max_grad_norm" in method:
+            given["max_grad_norm"] = method["max_grad_norm"]
         lora = method.get("lora")
         unknown = set(lora or {}) - {field.name for field in fields(LoraSettings)}
         if unknown:

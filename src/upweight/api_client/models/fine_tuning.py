@@ -12,7 +12,48 @@ from pydantic import Field, RootModel, SecretStr
 
 from upweight.api_client.models._base import HTTPValidationError, ValidationError, WireModel
 
-__all__ = ["HTTPValidationError", "ValidationError"]
+__all__ = [
+    "AppModelsFineTuningFineTuningJobCheckpoint",
+    "Error",
+    "FTCheckpointParameters",
+    "FineTuningJob",
+    "FineTuningJobEvent",
+    "FineTuningJobListResponse",
+    "FineTuningRequest",
+    "HFCheckpointParametersRequestInput",
+    "HFCheckpointParametersResponse",
+    "HTTPValidationError",
+    "HfExportConfigRequest",
+    "HfExportConfigResponse",
+    "HfExportIntegrationRequest",
+    "HfExportIntegrationResponse",
+    "Level",
+    "ListCheckpointsResponse",
+    "ListEventsResponse",
+    "Metrics",
+    "MlflowConfigRequest",
+    "MlflowConfigResponse",
+    "MlflowIntegrationRequest",
+    "MlflowIntegrationResponse",
+    "OpenaiTypesFineTuningJobsFineTuningJobCheckpointFineTuningJobCheckpoint",
+    "SpecDraftConfig",
+    "SpecDraftHParameters",
+    "SpecDraftLossParams",
+    "SpecDraftMethodConfig",
+    "Status",
+    "Suffix",
+    "Suffix1",
+    "SupervisedConfig",
+    "SupervisedHParameters",
+    "SupervisedMethodConfig",
+    "Type",
+    "Type1",
+    "ValidationError",
+    "WandbConfigRequest",
+    "WandbConfigResponse",
+    "WandbIntegrationRequest",
+    "WandbIntegrationResponse",
+]
 
 _FirstThatFits = Field(union_mode="left_to_right")
 

@@ -19,6 +19,7 @@ def job_answer(connection: Connection, job: Job) -> dict[str, Any]:
     current = batches.get_batch(connection, job.id, job.filled_batches)
     request = job.request
     return {
+        **request.get("unknown", {}),  # kept and given back, without any effect
         "id": job.id,
         "object": "fine_tuning.job",
         "created_at": int(job.created_at),

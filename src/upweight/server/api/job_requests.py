@@ -1,4 +1,4 @@
-"""The request that creates a job: checked and reduced to what is kept. Secrets are never kept."""
+"""The request that creates a job: checked and reduced to what is kept. Fields that hold secrets are never kept."""
 
 from __future__ import annotations
 
@@ -51,6 +51,7 @@ def parse_request(request: dict[str, Any]) -> WantedJob:
     method = _method_of(request)
     kept = {name: request.get(name) for name in ("training_file", "validation_file", "suffix", "tags")}
     kept["training_file"] = kept["training_file"] or ""
+    kept["unknown"] = {name: value for name, value in request.items() if name not in KNOWN_FIELDS}
     return WantedJob(model=model, reinforcement=method, kept=kept, warnings=_warnings(request))
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Request
 
 from upweight.server.api.context import JobOf, PartsOf, ProjectOf, off_the_loop, parse_json, read_body, write_once
-from upweight.server.api.progress import progress
+from upweight.server.api.progress import explain, progress
 from upweight.server.api.uploads import parse_upload
 from upweight.server.refusals import invalid
 from upweight.server.store import batches, jobs
@@ -21,7 +21,8 @@ router = APIRouter(prefix="/v1alpha1/fine_tuning/jobs/{job_id}")
 
 
 @router.get("/status")
-async def get_status(job: JobOf) -> dict[str, Any]:
+async def get_status(job: JobOf, parts: PartsOf) -> dict[str, Any]:
+    current = await parts.database.read(lambda c: batches.get_batch(c, job.id, job.filled_batches))
     return {
         "object": "fine_tuning.job.status",
         "inference_version": job.inference_version,
@@ -29,6 +30,7 @@ async def get_status(job: JobOf) -> dict[str, Any]:
         "filled_batches": job.filled_batches,
         "batch_size": job.batch_size,
         "job_status": job.job_status,
+        "reason": explain(job, current.sample_count if current is not None else 0),
         "error": job.error,
     }
 

@@ -16,7 +16,7 @@ from sqlalchemy import (
     UniqueConstraint,
 )
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 metadata = MetaData()
 
@@ -86,7 +86,8 @@ samples = Table(
     # written when the batch is built, so that a replay reads the same numbers
     Column("matched", Boolean),
     Column("filtered", Boolean),
-    Column("temperature", Float),
+    Column("temperatures", LargeBinary),  # float32
+    Column("filtered_tokens", LargeBinary),  # uint8
     Column("raw_logprobs", LargeBinary),  # float32
     Column("versions", LargeBinary),  # int32
     Column("fate", String),

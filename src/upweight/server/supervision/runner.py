@@ -4,7 +4,8 @@ Invariants:
 * Version k+1 is announced only after batch k was trained, its fingerprint checked and its row stored: it can be made again from the
   newest checkpoint and the stored batches.
 * After a restart nothing is served before the replayed fingerprints equal the recorded ones; `inference_version` never falls.
-* A worker's death is an event and a restart; `max_restarts` deaths without a new version in between fail the job.
+* A worker's death is an event and a restart; `max_restarts` deaths without a new version in between fail the job. A worker that
+  cannot use model, settings or checkpoint fails it at once.
 """
 
 from __future__ import annotations
@@ -106,7 +107,10 @@ class JobRunner:
 
     async def _after_death(self, death: WorkerDied) -> None:
         self.gate.shut()
+        not_loaded = self.worker.why_not_loaded if self.worker is not None else None
         await self._stop_worker()
+        if not_loaded is not None:
+            raise JobFailed("not_loaded", not_loaded)
         self._deaths += 1
         if self._deaths > self.settings.max_restarts:
             raise JobFailed(
@@ -386,13 +390,19 @@ def worker_spec(job: Job, home: Home, mode: WorkerMode, checkpoint: str | None) 
         job_id=job.id,
         mode=mode,
         model=job.model_path,
-        model_names=list(dict.fromkeys([job.model, job.request["model_name"], job.id])),
+        model_names=_model_names(job),
         reinforcement=job.reinforcement,
         socket="",  # chosen by start_worker
         folder=str(home.job_folder(job.id)),
         checkpoint=checkpoint,
         cache_folder=str(home.cache / "compiled"),
     )
+
+
+def _model_names(job: Job) -> list[str]:
+    """What requests may call the job's model: as when the job was created, its own name, their last parts, the job's id."""
+    names = [job.model, job.request["model_name"]]
+    return list(dict.fromkeys([*names, *(Path(name).name or name for name in names), job.id]))
 
 
 def log_file(home: Home, job_id: str) -> Path:

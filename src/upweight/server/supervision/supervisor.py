@@ -217,7 +217,9 @@ class Supervisor:
                 self.settings.worker_start_timeout, self.settings.worker_silence_timeout, ignore
             )
         except WorkerDied as death:
-            raise Refusal(503, f"the model of job {job.id} could not be loaded: {death}") from death
+            raise Refusal(
+                503, f"the model of job {job.id} could not be loaded: {worker.why_not_loaded or death}"
+            ) from death
         version = state.version or 0
         recorded = await self.database.read(lambda c: versions.get_version(c, job.id, version))
         if recorded is None or recorded.fingerprint != state.fingerprint:

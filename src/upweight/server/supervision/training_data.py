@@ -6,6 +6,7 @@ Invariants:
 * A sample is `matched` when each run of trained tokens in it is, with everything before it as prompt, a completion of this job.
   Several completions may have the same ids; the one whose log-probabilities are nearest to the uploaded ones is meant, of equal
   ones the newest.
+* Temperature and filters are those of each turn: a conversation may be sampled with several.
 * A greedy completion (temperature 0) reports raw log-probabilities, so it is handed over as temperature 1, `filtered`.
 """
 
@@ -36,8 +37,8 @@ class Join:
     """What a sample's completions tell about its tokens (T of the sample)."""
 
     matched: bool
-    filtered: bool
-    temperature: float
+    filtered_T: np.ndarray  # uint8
+    temperature_T: np.ndarray  # float32, 1 where unknown and on context
     raw_logprobs_T: np.ndarray  # float32, NaN where unknown
     versions_T: np.ndarray  # int32, -1 where unknown and on context
 
@@ -51,7 +52,7 @@ def join_batch(connection: Connection, job_id: str, index: int) -> None:
     served = completions.find(connection, job_id, [key for turns in keys.values() for _, _, key in turns])
     table = schema.samples
     change = update(table).where(table.c.seq == bindparam("the_seq"))
-    names = ("matched", "filtered", "temperature", "raw_logprobs", "versions")
+    names = ("matched", "filtered", "filtered_tokens", "temperatures", "raw_logprobs", "versions")
     change = change.values({name: bindparam(f"the_{name}") for name in names})
     connection.execute(change, [_join_values(row, keys[row.seq], served) for row in rows])
 
@@ -67,10 +68,10 @@ def build_batch(connection: Connection, job_id: str, index: int) -> BuiltBatch:
         mask=_concatenate(rows, "mask", "u1"),
         reward=np.array([row.reward for row in rows], dtype=np.float32),
         group=_group_numbers([row.task_id for row in rows]),
-        temperature=np.array([row.temperature for row in rows], dtype=np.float32),
+        temperature=_concatenate(rows, "temperatures", "<f4"),
         raw_logprobs=_concatenate(rows, "raw_logprobs", "<f4"),
         versions=versions,
-        filtered=np.array([row.filtered for row in rows], dtype=np.uint8),
+        filtered=_concatenate(rows, "filtered_tokens", "u1"),
         matched=np.array([row.matched for row in rows], dtype=np.uint8),
     )
     return BuiltBatch(batch=batch, sample_seqs=[row.seq for row in rows], metrics=_metrics(rows, batch, index))
@@ -115,8 +116,9 @@ def _join_values(row: Row, turns: list[tuple[int, int, bytes]], served: dict[byt
     return {
         "the_seq": row.seq,
         "the_matched": join.matched,
-        "the_filtered": join.filtered,
-        "the_temperature": join.temperature,
+        "the_filtered": bool(join.filtered_T.any()),
+        "the_filtered_tokens": join.filtered_T.tobytes(),
+        "the_temperatures": join.temperature_T.astype("<f4").tobytes(),
         "the_raw_logprobs": join.raw_logprobs_T.astype("<f4").tobytes(),
         "the_versions": join.versions_T.astype("<i4").tobytes(),
     }
@@ -126,19 +128,22 @@ def _join(row: Row, turns: list[tuple[int, int, bytes]], served: dict[bytes, lis
     logprobs_T = np.frombuffer(row.logprobs, dtype="<f4")
     raw_T = np.full(len(logprobs_T), np.nan, dtype=np.float32)
     versions_T = np.full(len(logprobs_T), UNKNOWN_VERSION, dtype=np.int32)
-    used: list[Row] = []
+    temperature_T = np.ones(len(logprobs_T), dtype=np.float32)
+    filtered_T = np.zeros(len(logprobs_T), dtype=np.uint8)
+    joined = 0
     for start, end, key in turns:
         if not (candidates := served.get(key)):
             continue
         best = min(reversed(candidates), key=lambda served_row: _distance(served_row, logprobs_T[start:end]))
-        used.append(best)
+        joined += 1
+        temperature_T[start:end], filtered_T[start:end] = best.temperature, best.filtered
         versions_T[start:end] = np.frombuffer(best.versions, dtype="<i4")
         if best.raw_logprobs is not None:
             raw_T[start:end] = np.frombuffer(best.raw_logprobs, dtype="<f4")
     return Join(
-        matched=bool(turns) and len(used) == len(turns),
-        filtered=any(one.filtered for one in used),
-        temperature=used[-1].temperature if used else 1.0,
+        matched=bool(turns) and joined == len(turns),
+        filtered_T=filtered_T,
+        temperature_T=temperature_T,
         raw_logprobs_T=raw_T,
         versions_T=versions_T,
     )
@@ -158,7 +163,7 @@ def _metrics(rows: list[Row], batch: TrainBatch, index: int) -> dict[str, float]
         "trained_tokens": float(batch.mask.sum()),
         "normalized_reward_mean": float(batch.reward.mean()),
         "unmatched": float(len(rows) - batch.matched.sum()),
-        "filtered": float(batch.filtered.sum()),
+        "filtered": float(sum(row.filtered for row in rows)),
     }
     if raw:
         metrics["reward_mean"] = float(np.mean(raw))

@@ -24,7 +24,7 @@ from pydantic import BaseModel, ValidationError
 
 from upweight.errors import WorkerError
 from upweight.server.home import write_atomically
-from upweight.server.worker_protocol import WorkerPhase, WorkerSpec, WorkerState
+from upweight.server.worker_protocol import LOAD_FAILED, WorkerPhase, WorkerSpec, WorkerState
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +76,14 @@ class WorkerProcess:
     @property
     def alive(self) -> bool:
         return not self.exit.done()
+
+    @property
+    def why_not_loaded(self) -> str | None:
+        """Its own words if it ended because model, settings or checkpoint cannot be used; else None."""
+        if self._process.returncode != LOAD_FAILED:
+            return None
+        lines = self.log_tail().splitlines() or ["it says nothing"]
+        return lines[-1].removeprefix("error: ")
 
     def memory_bytes(self) -> int:
         """Resident memory of the process; 0 if it is gone."""

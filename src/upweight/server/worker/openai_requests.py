@@ -60,12 +60,16 @@ def parse_chat(body: Mapping[str, Any], tokenizer: Tokenizer, default_tokens: in
 
 def parse_text(body: Mapping[str, Any], tokenizer: Tokenizer, default_tokens: int) -> Asked:
     _check_fields(body, _TEXT)
-    wanted = body.get("logprobs")
-    if wanted is not None and (not isinstance(wanted, int) or not 0 <= wanted <= 1):
+    return _asked(body, _prompts(body.get("prompt"), tokenizer), default_tokens, _text_logprobs(body.get("logprobs")))
+
+
+def _text_logprobs(wanted: Any) -> bool:
+    """Whether log-probs are asked for. The number asks for alternatives; 0 and 1 mean the sampled token alone."""
+    if wanted is None or isinstance(wanted, bool):
+        return bool(wanted)
+    if not isinstance(wanted, int) or not 0 <= wanted <= 1:
         raise RequestError(f"logprobs is {wanted!r}; alternatives are not offered yet, use 0 or 1", field="logprobs")
-    return _asked(
-        body, _prompts(body.get("prompt"), tokenizer), default_tokens, wanted is not None and wanted is not False
-    )
+    return True
 
 
 def _prompts(prompt: Any, tokenizer: Tokenizer) -> list[list[int]]:
