@@ -21,6 +21,7 @@ class RolloutContext:
     def __init__(self, config: RolloutConfig, api_client: TokenFactory) -> None:
         self.config = config
         self.api_client = api_client
+        self.shared: dict[Any, Any] = {}  # what helpers keep for the life of this context; it does not travel
         self._openai_client: OpenAI | None = None
 
     @cached_property
@@ -53,7 +54,7 @@ class RolloutContext:
             client.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_openai_client": None}
+        return {**self.__dict__, "_openai_client": None, "shared": {}}
 
     def __repr__(self) -> str:
         return f"RolloutContext(job_id={self.config.job_id!r}, base_url={self.api_client.base_url!r})"
