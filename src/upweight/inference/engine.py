@@ -262,7 +262,14 @@ class Engine:
         prompt_len = len(request.prompt_ids)
         room = min(self.max_context, self.scheduler.capacity)
         wanted = room if request.params.max_tokens is None else prompt_len + request.params.max_tokens
-        row = Row(request=request, tokens=list(request.prompt_ids), limit=min(wanted, room), seed=seed)
+        eos = frozenset() if request.params.ignore_eos else frozenset(self.tokenizer.eos_ids)
+        row = Row(
+            request=request,
+            tokens=list(request.prompt_ids),
+            limit=min(wanted, room),
+            seed=seed,
+            stop_ids=request.params.stop_ids | eos,
+        )
         answer = AnswerText(self.tokenizer, request.params.stop)
         live = _Live(request, row, answer, GenerationOutput(prompt_len=prompt_len, seed=seed))
         self._live[request.id] = live
@@ -293,8 +300,7 @@ class Engine:
                 self._end(live, reason)
 
     def _finish_reason(self, live: _Live, token: int) -> FinishReason | None:
-        params = live.request.params
-        if token in params.stop_ids or (token in self.tokenizer.eos_ids and not params.ignore_eos):
+        if token in live.row.stop_ids:
             return FinishReason.STOP
         live.answer.push(token)
         if live.answer.stopped:
@@ -365,6 +371,9 @@ class Engine:
         _in_range("top_k", params.top_k, 0, None)
         if params.max_tokens is not None:
             _in_range("max_tokens", params.max_tokens, 0, None)
+        _in_range("min_tokens", params.min_tokens, 0, None)
+        _in_range("frequency_penalty", params.frequency_penalty, -100, 100)
+        _in_range("rep_window", params.rep_window, 0, None)
 
 
 def _in_range(field: str, value: float, low: float, high: float | None) -> None:

@@ -18,8 +18,8 @@ from upweight.inference.scheduler import PrefillPiece, Row
 from upweight.models.config import DecoderConfig
 from upweight.models.decoder import within_window
 from upweight.models.layers import Params, attend_dense, decoder_layer, logits_of, rms_norm, rope_angles
-from upweight.ops.packing import bucket
-from upweight.ops.sampling import Draw, SamplingInputs, draw
+from upweight.ops.packing import bucket, power_bucket
+from upweight.ops.sampling import Adjustments, Draw, SamplingInputs, draw
 
 Store = list[tuple[jax.Array, jax.Array]]
 """Per layer keys and values, each [pages, K·D]; a page holds one token."""
@@ -101,13 +101,18 @@ class ModelRunner:
             return store_tokens(config, params, store, **inputs)[0]
 
         def decode(
-            params: Params, store: Store, inputs: dict[str, jax.Array], sampling: SamplingInputs, filtered: bool
+            params: Params,
+            store: Store,
+            inputs: dict[str, jax.Array],
+            sampling: SamplingInputs,
+            adjustments: Adjustments | None,
+            filtered: bool,
         ) -> tuple[Store, Draw]:
             store, hidden = store_tokens(config, params, store, **inputs)
-            return store, draw(logits_of(params, hidden[:, 0]), sampling, filtered=filtered)
+            return store, draw(logits_of(params, hidden[:, 0]), sampling, adjustments, filtered=filtered)
 
         self._prefill = jax.jit(prefill, donate_argnums=1)
-        self._decode = jax.jit(decode, donate_argnums=1, static_argnums=4)
+        self._decode = jax.jit(decode, donate_argnums=1, static_argnums=5)
 
     @property
     def num_programs(self) -> int:
@@ -154,11 +159,34 @@ class ModelRunner:
             filtered |= params.filtered
         inputs = {"tokens_BT": tokens, "positions_BT": positions, "table_BW": table, "write_BT": write}
         sampling = SamplingInputs(temperature, top_k, top_p, seed, drawn_before)  # type: ignore[arg-type]
-        self._shapes.add(("decode", size, width, filtered))
-        self._store, drawn = self._decode(self.params, self._store, inputs, sampling, filtered)
+        adjustments = _adjustments(rows, size) if any(row.request.params.adjusted for row in rows) else None
+        extra = None if adjustments is None else (adjustments.recent.shape, adjustments.barred.shape)
+        self._shapes.add(("decode", size, width, filtered, extra))
+        self._store, drawn = self._decode(self.params, self._store, inputs, sampling, adjustments, filtered)
         host = jax.device_get(drawn)
         used = len(rows)
         return Drawn(host.token[:used].tolist(), host.logprob[:used].tolist(), host.raw_logprob[:used].tolist())
+
+
+def _adjustments(rows: Sequence[Row], size: int) -> Adjustments:
+    """Penalties and barred ids of a step; −1 where a row has none."""
+    recent: list[list[int]] = []
+    barred: list[list[int]] = []
+    for row in rows:
+        params = row.request.params
+        window = params.rep_window if params.frequency_penalty else 0
+        recent.append(row.tokens[-window:] if window else [])
+        barred.append(sorted(row.stop_ids) if row.num_output < params.min_tokens else [])
+    penalty = np.zeros(size, np.float32)
+    penalty[: len(rows)] = [row.request.params.frequency_penalty for row in rows]
+    return Adjustments(penalty, _id_table(recent, size, 64), _id_table(barred, size, 8))  # type: ignore[arg-type]
+
+
+def _id_table(lists: Sequence[Sequence[int]], size: int, least: int) -> np.ndarray:
+    table = np.full((size, power_bucket(max(map(len, lists), default=1), least)), -1, np.int32)
+    for b, ids in enumerate(lists):
+        table[b, : len(ids)] = ids
+    return table
 
 
 def _round_up(n: int, sizes: Sequence[int]) -> int:

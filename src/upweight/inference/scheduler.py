@@ -28,6 +28,7 @@ class Row:
     tokens: list[int]
     limit: int  # most tokens that prompt + output may reach
     seed: int
+    stop_ids: frozenset[int] = frozenset()  # ids that end it, barred until `min_tokens` are there
     pages: list[int] = field(default_factory=list)
     computed: int = 0
     version: int = 0  # weights version of all its keys and values so far; −1 = mixed

@@ -27,11 +27,19 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
+    min_tokens: int = 0  # stop ids cannot be drawn before
+    frequency_penalty: float = 0.0  # subtracted per occurrence, after the filters and not divided by the temperature
+    rep_window: int = 64  # last tokens of prompt and output together that are counted
 
     @property
     def filtered(self) -> bool:
         """Whether the distribution drawn from leaves tokens out (a greedy row is compared by raw log-probs)."""
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1)
+
+    @property
+    def adjusted(self) -> bool:
+        """Whether a penalty or a least length changes the distribution."""
+        return self.frequency_penalty != 0 or self.min_tokens > 0
 
 
 @dataclass(kw_only=True)

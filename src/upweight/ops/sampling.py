@@ -1,6 +1,6 @@
 """Logits → one token a row, with the log-prob of the distribution it was drawn from and the raw one.
 
-Order per row: temperature → top-k → top-p → softmax → draw. Rows are independent: a row's draw depends on its own logits, its
+Order per row: barred ids → temperature → top-k → top-p → frequency penalty → softmax → draw. Rows are independent: a row's draw depends on its own logits, its
 own seed and its own count of tokens alone. Axes: B rows, V vocabulary.
 """
 
@@ -26,25 +26,47 @@ class SamplingInputs(NamedTuple):
     drawn: jax.Array  # int32 [B], tokens that the row has drawn before
 
 
+class Adjustments(NamedTuple):
+    """What some rows of a decode step ask for beyond temperature and filters; ids are −1 where there is none."""
+
+    penalty: jax.Array  # float32 [B], subtracted once per occurrence of a token in `recent`
+    recent: jax.Array  # int32 [B,W], the last tokens of prompt and output
+    barred: jax.Array  # int32 [B,E], tokens that must not be drawn
+
+
 class Draw(NamedTuple):
     token: jax.Array  # int32 [B]
     logprob: jax.Array  # float32 [B], under the distribution drawn from; the raw value for a greedy row
     raw_logprob: jax.Array  # float32 [B], log_softmax of the untouched logits
 
 
-def draw(logits_BV: jax.Array, inputs: SamplingInputs, *, filtered: bool) -> Draw:
-    """`filtered` False leaves out top-k and top-p for the whole batch: a cheaper program for when no row uses them."""
+def draw(
+    logits_BV: jax.Array, inputs: SamplingInputs, adjustments: Adjustments | None = None, *, filtered: bool
+) -> Draw:
+    """`filtered` False and `adjustments` None leave those steps out for the whole batch: cheaper programs for the usual case."""
     logits = logits_BV.astype(jnp.float32)
     greedy = inputs.temperature <= 0
-    scaled = logits / jnp.where(greedy, 1.0, inputs.temperature)[:, None]
+    allowed = logits if adjustments is None else _at_ids(logits, adjustments.barred, -jnp.inf)
+    scaled = allowed / jnp.where(greedy, 1.0, inputs.temperature)[:, None]
     if filtered:
         scaled = apply_filters(scaled, inputs.top_k, inputs.top_p)
+    best = allowed
+    if adjustments is not None:
+        scaled = _at_ids(scaled, adjustments.recent, -adjustments.penalty[:, None])
+        best = _at_ids(allowed, adjustments.recent, -adjustments.penalty[:, None])
     total = jax.nn.logsumexp(scaled, axis=-1)
     sampled = _inverse_cdf(jnp.exp(scaled - total[:, None]), _uniforms(inputs))
-    token = jnp.where(greedy, jnp.argmax(logits, axis=-1), sampled).astype(jnp.int32)
+    token = jnp.where(greedy, jnp.argmax(best, axis=-1), sampled).astype(jnp.int32)
     raw = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0] - jax.nn.logsumexp(logits, axis=-1)
     own = jnp.take_along_axis(scaled, token[:, None], axis=-1)[:, 0] - total
     return Draw(token, jnp.where(greedy, raw, own), raw)
+
+
+def _at_ids(x_BV: jax.Array, ids_BE: jax.Array, change: jax.Array | float) -> jax.Array:
+    """x plus `change` at each listed id, once per time it is listed; negative ids are no ids."""
+    rows, vocab = x_BV.shape
+    places = jnp.where(ids_BE >= 0, ids_BE, vocab)  # out of range: dropped
+    return x_BV.at[jnp.arange(rows)[:, None], places].add(change, mode="drop")
 
 
 def apply_filters(scaled_BV: jax.Array, top_k_B: jax.Array, top_p_B: jax.Array) -> jax.Array:

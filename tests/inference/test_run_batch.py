@@ -1,0 +1,63 @@
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from upweight.errors import ConfigError
+from upweight.inference import FinishReason, InferenceScheduler
+from upweight.weights.loading import LoadedModel, load_model
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model_folder: Path) -> LoadedModel:
+    return load_model(str(tiny_model_folder))
+
+
+@pytest.fixture(scope="module")
+def scheduler(model: LoadedModel) -> Iterator[InferenceScheduler]:
+    with InferenceScheduler(model.module(), model.tokenizer, max_batch_size=4) as running:
+        yield running
+
+
+def test_more_prompts_than_slots_are_all_answered_in_order(scheduler: InferenceScheduler) -> None:
+    prompts = [[10 + i, 20, 30] for i in range(9)]
+    limits = list(range(1, 10))
+    answers = scheduler.run_batch(prompts, max_tokens=limits, ignore_eos=True)
+    assert [len(answer) for answer in answers] == limits
+    again = scheduler.run_batch(prompts, max_tokens=limits, temperature=0, return_logprobs=True, ignore_eos=True)
+    alone = [
+        scheduler.run_batch([p], max_tokens=n, temperature=0, ignore_eos=True)[0]
+        for p, n in zip(prompts, limits, strict=True)
+    ]
+    assert [tokens for tokens, _ in again] == alone
+    assert all(len(tokens) == len(logprobs) for tokens, logprobs in again)
+
+
+def test_edges(scheduler: InferenceScheduler) -> None:
+    assert scheduler.run_batch([]) == []
+    assert scheduler.run_batch([[1]], max_tokens=0) == [[]]
+    with pytest.raises(ValueError, match="prompt 1 is empty"):
+        scheduler.run_batch([[1], []])
+    with pytest.raises(ValueError, match="temperature has 1 values for 2 prompts"):
+        scheduler.run_batch([[1], [2]], temperature=[0.5])
+    details = scheduler.run_batch([[1] * 600, [1]], max_tokens=2, return_details=True, ignore_eos=True)
+    assert details[0].finish_reason is FinishReason.REJECTED
+    assert len(details[1].token_ids) == 2
+
+
+def test_least_length_and_penalty_reach_the_sampler(model: LoadedModel, scheduler: InferenceScheduler) -> None:
+    greedy = {"max_tokens": 12, "temperature": 0}
+    whole = scheduler.run_batch([[5, 6]], **greedy, ignore_eos=True)[0]
+    early = scheduler.run_batch([[5, 6]], **greedy, stop_ids=[whole[1]])[0]
+    assert early == whole[:2] if whole[0] != whole[1] else whole[:1]
+    held = scheduler.run_batch([[5, 6]], **greedy, stop_ids=[whole[1]], min_tokens=6)[0]
+    assert len(held) >= 6
+    assert whole[1] not in held[:6]
+    repeated = scheduler.run_batch([[5, 6]], **greedy, frequency_penalty=100.0, rep_window=64, ignore_eos=True)[0]
+    assert len(set(repeated)) == len(repeated)  # no token twice
+    assert not {5, 6} & set(repeated)
+
+
+def test_what_is_not_offered_is_refused(model: LoadedModel) -> None:
+    with pytest.raises(ConfigError, match="dtype = 'bfloat16' is not offered"):
+        InferenceScheduler(model.module(), model.tokenizer, dtype="bfloat16")

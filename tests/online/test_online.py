@@ -1,0 +1,174 @@
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from upweight.inference import InferenceScheduler
+from upweight.models.decoder import Decoder
+from upweight.online import BaseRewardModel, RawRollout, RolloutGenerator, RolloutResult, RolloutRunner
+from upweight.online.prompts import read_prompts
+from upweight.weights.loading import LoadedModel, load_model
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model_folder: Path) -> LoadedModel:
+    return load_model(str(tiny_model_folder))
+
+
+@pytest.fixture(scope="module")
+def scheduler(model: LoadedModel) -> Iterator[InferenceScheduler]:
+    with InferenceScheduler(model.module(), model.tokenizer, max_batch_size=8) as running:
+        yield running
+
+
+@pytest.fixture
+def generator(model: LoadedModel, scheduler: InferenceScheduler) -> RolloutGenerator:
+    return RolloutGenerator(scheduler, model.tokenizer, max_tokens=5, group_size=3, ignore_eos=True)
+
+
+class EvenShare(BaseRewardModel):
+    """Share of even ids; remembers what it was given."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def score(self, prompts: list[str], responses: list[list[str]], *, token_ids: Any, metadata: Any) -> Any:
+        self.calls += 1
+        self.metadata = metadata
+        return [[float(np.mean([i % 2 == 0 for i in ids])) if ids else 9.0 for ids in row] for row in token_ids]
+
+
+def test_shapes_padding_and_logprobs_agree_with_a_full_forward_pass(
+    model: LoadedModel, generator: RolloutGenerator
+) -> None:
+    rollout = generator.generate({"input_ids": [[5, 6, 7], [8, 9, 10, 11, 12]]})
+    assert rollout.prompts.tolist() == [[2, 2, 5, 6, 7], [8, 9, 10, 11, 12]]  # padded on the left with the pad id
+    assert rollout.prompt_mask is not None
+    assert rollout.prompt_mask.tolist() == [[False, False, True, True, True], [True] * 5]
+    assert rollout.responses.shape == rollout.logprobs_old.shape == (2, 3, 5)
+    assert rollout.response_mask.all()
+    module: Decoder = model.module()
+    for b, prompt in enumerate([[5, 6, 7], [8, 9, 10, 11, 12]]):
+        for g in range(3):
+            ids = prompt + rollout.responses[b, g].tolist()
+            logits = np.asarray(module(jnp.asarray([ids + [0] * (16 - len(ids))])), np.float64)[0]
+            logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+            expected = [logp[t - 1, ids[t]] for t in range(len(prompt), len(ids))]
+            np.testing.assert_allclose(rollout.logprobs_old[b, g], expected, atol=1e-5)
+    np.testing.assert_array_equal(rollout.logprobs_old, rollout.logprobs_raw)
+    assert rollout.finish_reasons == [["length"] * 3] * 2
+    assert rollout.weights_version is not None
+    assert rollout.weights_version.tolist() == [[0] * 3] * 2
+    assert rollout.token_versions is None
+
+
+@pytest.mark.parametrize(
+    ("batch", "expected"),
+    [
+        ({"input_ids": np.array([[0, 5, 0, 6], [2, 2, 7, 8]])}, [[0, 5, 0, 6], [7, 8]]),
+        ({"prompts": jnp.asarray([[5, 6, 2], [2, 7, 2]])}, [[5, 6], [7]]),
+        ({"input_ids": [[0, 5], [6, 2]], "attention_mask": [[1, 1], [0, 1]]}, [[0, 5], [2]]),
+        ({"input_ids": [[5], [6, 7]]}, [[5], [6, 7]]),
+    ],
+)
+def test_only_masks_and_edges_tell_padding(model: LoadedModel, batch: dict, expected: list) -> None:
+    assert read_prompts(batch, model.tokenizer).ids == expected
+
+
+def test_templated_batches(model: LoadedModel) -> None:
+    tokenizer = model.tokenizer
+    messages = [{"role": "system", "content": "S"}, {"role": "user", "content": "Q"}]
+    expected = tokenizer.encode_chat(messages)
+    assert read_prompts({"messages": [messages]}, tokenizer).ids == [expected]
+    columns = {"instruction": ["S", ""], "input": ["Q", "Q"], "output": ["", "A"]}
+    prompts = read_prompts(columns, tokenizer)
+    assert prompts.ids[0] == expected
+    assert prompts.texts[0] == tokenizer.render(messages)
+    assert "assistant\nA" in prompts.texts[1]
+
+
+@pytest.mark.parametrize(
+    ("batch", "said"),
+    [
+        ({"text": ["a"]}, r"must contain either 'messages' or 'instruction', or 'input_ids'/'prompts'"),
+        ({"input_ids": []}, "empty batch"),
+        ({"input_ids": [[5], []]}, "prompt 1 of the batch is empty"),
+        ({"input_ids": [[5]], "metadata": []}, None),
+        ({"input_ids": [[5]], "metadata": [{}, {}]}, "metadata has 2 entries for 1 prompts"),
+        ({"input_ids": [[5, 6]], "attention_mask": [[1]]}, "differ in shape"),
+    ],
+)
+def test_unusable_batches_are_named(model: LoadedModel, batch: dict, said: str | None) -> None:
+    if said is None:
+        assert read_prompts(batch, model.tokenizer).metadata == [{}]
+        return
+    with pytest.raises(ValueError, match=said):
+        read_prompts(batch, model.tokenizer)
+
+
+def test_results_are_kept_for_their_own_batch_and_for_the_interval(generator: RolloutGenerator) -> None:
+    reward = EvenShare()
+    runner = RolloutRunner(generator, reward, rollout_interval=3)
+    one, other = {"input_ids": [[5, 6, 7]], "metadata": [{"answer": 3}]}, {"input_ids": [[5, 6, 8]]}
+    first, fresh = runner(one)
+    assert fresh
+    assert reward.metadata == [{"answer": 3}]
+    assert isinstance(first, RolloutResult)
+    assert runner({"input_ids": np.array([[5, 6, 7]]), "metadata": [{"answer": 3}]}) == (first, False)
+    _, fresh = runner(other)
+    assert fresh
+    runner.step()
+    runner.step()
+    assert runner(one) == (first, False)
+    runner.step()
+    again, fresh = runner(one)
+    assert fresh
+    assert again is not first
+    runner.clear_cache()
+    assert runner(one)[1]
+    assert reward.calls == 4
+
+
+def test_unanswered_rows_stay_out(generator: RolloutGenerator) -> None:
+    result, _ = RolloutRunner(generator, EvenShare())({"input_ids": [[5] * 600, [5, 6]]})
+    assert result.valid is not None
+    assert result.valid.tolist() == [[False] * 3, [True] * 3]
+    assert result.rewards[0].tolist() == [0.0, 0.0, 0.0]
+    assert result.finish_reasons[0] == ["rejected"] * 3
+    assert result.response_texts[0] == ["", "", ""]
+    with pytest.raises(RuntimeError, match="no prompt of the batch was answered"):
+        generator.generate({"input_ids": [[5] * 600]})
+
+
+def test_rewards_are_checked_and_may_be_awaited(generator: RolloutGenerator) -> None:
+    class Fixed(BaseRewardModel):
+        def __init__(self, value: Any) -> None:
+            self.value = value
+
+        async def score(self, prompts: list[str], responses: list[list[str]]) -> Any:  # type: ignore[override]
+            return self.value
+
+    batch = {"input_ids": [[5, 6]]}
+    result, _ = RolloutRunner(generator, Fixed([[1, 0, 2]]))(batch)
+    assert result.rewards.dtype == jnp.float32
+    assert result.rewards.tolist() == [[1.0, 0.0, 2.0]]
+    with pytest.raises(ValueError, match=r"shape \(3,\); expected \[B, G\] = \(1, 3\)"):
+        RolloutRunner(generator, Fixed([1, 0, 2]))(batch)
+    with pytest.raises(ValueError, match="returned nan for prompt 0, response 1"):
+        RolloutRunner(generator, Fixed([[1, float("nan"), 2]]))(batch)
+
+
+def test_seeded_generators_repeat_and_their_calls_differ(model: LoadedModel, scheduler: InferenceScheduler) -> None:
+    def make() -> RolloutGenerator:
+        return RolloutGenerator(scheduler, model.tokenizer, max_tokens=5, group_size=2, seed=7, ignore_eos=True)
+
+    batch = {"input_ids": [[5, 6, 7]]}
+    one, two = make(), make()
+    first, second = one.generate(batch), one.generate(batch)
+    assert first.responses.tolist() == two.generate(batch).responses.tolist()
+    assert first.responses.tolist() != second.responses.tolist()
+    assert first.responses[0, 0].tolist() != first.responses[0, 1].tolist()
+    assert isinstance(first, RawRollout)
