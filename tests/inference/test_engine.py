@@ -86,13 +86,13 @@ def test_greedy_ignores_filters_and_batch_mates(model: LoadedModel, engine: Engi
 
 
 def test_a_seed_fixes_the_answer_whatever_runs_beside(engine: Engine) -> None:
-    seeded = SamplingParams(max_tokens=16, seed=2**40 + 3, ignore_eos=True)
+    seeded = SamplingParams(max_tokens=16, temperature=20.0, seed=2**40 + 3, ignore_eos=True)
     first = engine.generate([PROMPTS[0]], seeded)[0]
     others = SamplingParams(max_tokens=9, ignore_eos=True)
     again = engine.generate([*PROMPTS, PROMPTS[0]], [others] * 4 + [seeded])[4]
     assert again.token_ids == first.token_ids
     assert first.seed == 2**40 + 3
-    fresh = engine.generate([PROMPTS[0]] * 2, SamplingParams(max_tokens=16, ignore_eos=True))
+    fresh = engine.generate([PROMPTS[0]] * 2, SamplingParams(max_tokens=16, temperature=50.0, ignore_eos=True))
     assert fresh[0].seed != fresh[1].seed
     assert fresh[0].token_ids != fresh[1].token_ids
 

@@ -132,3 +132,23 @@ def test_logits_of_the_caller_are_untouched() -> None:
     before = logits.copy()
     filtered_draw(logits, inputs(2, top_k=3))
     np.testing.assert_array_equal(logits, before)
+
+
+def test_rounding_noise_does_not_change_a_draw() -> None:
+    """With a flat distribution over many tokens, noise of 1e-6 in the logits leaves (nearly) every token where it is."""
+    rows, vocab = 64, 20_000
+    rng = np.random.default_rng(5)
+    logits = rng.standard_normal((rows, vocab)).astype(np.float32)
+    noisy = logits + rng.uniform(-1e-6, 1e-6, logits.shape).astype(np.float32)
+    assert (
+        np.asarray(plain_draw(logits, inputs(rows)).token).tolist()
+        == np.asarray(plain_draw(noisy, inputs(rows)).token).tolist()
+    )
+
+
+def test_flat_distributions_are_drawn_flat() -> None:
+    rows, vocab = 40_000, 256
+    tokens = np.asarray(plain_draw(np.zeros((rows, vocab), np.float32), inputs(rows)).token)
+    counts = np.bincount(tokens, minlength=vocab)
+    chi2 = np.sum((counts - rows / vocab) ** 2) / (rows / vocab)
+    assert abs(chi2 - (vocab - 1)) < 5 * np.sqrt(2 * (vocab - 1))
