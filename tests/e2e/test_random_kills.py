@@ -68,7 +68,13 @@ class Torture:
         if self.sdk is None or self.sdk.poll() is not None:
             server, log = self.site.server, self.site.home / "logs" / "sdk.log"
             arguments = [server.url, server.key, self.job_id, self.site.model, self.batches, BATCH, GROUP]
-            command = [sys.executable, "-m", "tests.e2e.sdk_process", *map(str, arguments), str(self.site.home / "spool")]
+            command = [
+                sys.executable,
+                "-m",
+                "tests.e2e.sdk_process",
+                *map(str, arguments),
+                str(self.site.home / "spool"),
+            ]
             with log.open("ab") as output:
                 self.sdk = subprocess.Popen(command, stdout=output, stderr=output)
 

@@ -82,7 +82,7 @@ def test_a_worker_that_cannot_start_fails_the_job_after_the_allowed_restarts(sta
     job = server.create_job()
     end = server.wait_status(job, "failed")
     assert end["error"]["code"] == "worker_died"
-    assert "exit code 3" in end["error"]["message"]
+    assert "exit code 9" in end["error"]["message"]
     assert "cannot load" in end["error"]["message"]
     assert sum("restart" in message for message in server.events(job)) == 2
     assert server.http.get(f"/v1/fine_tuning/jobs/{job}").json()["error"]["code"] == "worker_died"
@@ -170,3 +170,21 @@ def test_a_budget_of_time_ends_a_job_that_only_waits(start: Start) -> None:
     server = start()
     job = server.create_job(num_batches=None, budget={"max_seconds": 0.5})
     assert "max_seconds" in server.wait_status(job, "succeeded")["reason"]
+
+
+def test_a_full_disk_at_the_end_waits_for_room(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("upweight.server.supervision.runner.STORE_PAUSE", 0.05)
+    server = start({"full_exports": 2})
+    job = server.create_job(num_batches=1)
+    server.fill(job, 0)
+    assert server.wait_status(job, "succeeded", "failed")["weights"]
+    full = [message for message in server.events(job) if "the disk is full: free some space" in message]
+    assert len(full) == 2
+
+
+def test_a_model_that_cannot_be_loaded_fails_the_job_at_the_first_start(start: Start) -> None:
+    server = start({"cannot_load": True})
+    job = server.create_job()
+    failed = server.wait_status(job, "failed")
+    assert failed["reason"] == "the worker cannot load the model: model.safetensors is cut off: fetch it again"
+    assert not [message for message in server.events(job) if "restart" in message]

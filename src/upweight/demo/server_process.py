@@ -38,7 +38,10 @@ class ServerProcess:
             return None
         lines = [line for line in self._output.read_text().splitlines() if line.strip()]
         errors = [line for line in lines if line.startswith("error: ")]
-        return (errors or lines or [f"exit code {self._process.returncode}"])[-1].removeprefix("error: ")
+        silent = (
+            f"it ended with exit code {self._process.returncode} and without a word; is the disk of {self.home} full?"
+        )
+        return (errors or lines or [silent])[-1].removeprefix("error: ")
 
     def stop(self) -> None:
         """In order first, by force after 8 s."""

@@ -30,6 +30,10 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from upweight.ops.samples import TrainBatch
 
+LOAD_FAILED = (
+    3  # exit code: the model cannot be loaded, the last line of the log says why, and another start cannot help
+)
+
 
 class WorkerMode(StrEnum):
     TRAIN = "train"

@@ -37,6 +37,11 @@ DEATH_GRACE = 5.0  # seconds between a broken connection and the exit that expla
 class WorkerDied(WorkerError):
     """The process ended, or was killed because it did not answer."""
 
+    def __init__(self, message: str, exit_code: int | None = None, last_words: str = "") -> None:
+        self.exit_code = exit_code
+        self.last_words = last_words  # the last line of its log
+        super().__init__(message)
+
 
 class WorkerRefused(WorkerError):
     """The worker answered an order with an error status."""
@@ -84,6 +89,11 @@ class WorkerProcess:
         except psutil.NoSuchProcess:
             return 0
 
+    def death(self) -> WorkerDied:
+        """What to raise once the process has ended."""
+        last = (self.log_tail().splitlines() or [""])[-1].removeprefix("error: ")
+        return WorkerDied(self.describe_death(), self._process.returncode, last)
+
     def describe_death(self) -> str:
         code = self._process.returncode
         how = f"killed by signal {-code}" if code is not None and code < 0 else f"exit code {code}"
@@ -117,7 +127,7 @@ class WorkerProcess:
             if call.done() and not isinstance(call.exception(), httpx.TransportError):
                 return call.result()
             await self._await_exit(call)
-            raise WorkerDied(self.describe_death())
+            raise self.death()
         finally:
             call.cancel()
             with contextlib.suppress(asyncio.CancelledError, httpx.HTTPError):
@@ -151,7 +161,7 @@ class WorkerProcess:
     async def _look(self, patience: float) -> WorkerState | None:
         """State, or None while the worker does not answer (yet)."""
         if not self.alive:
-            raise WorkerDied(self.describe_death())
+            raise self.death()
         try:
             response = await self.client.get("/state", timeout=min(10.0, patience))
         except httpx.TransportError:

@@ -9,9 +9,8 @@ import threading
 from pathlib import Path
 
 from upweight.errors import UpweightError
-from upweight.server.worker_protocol import WorkerSpec
+from upweight.server.worker_protocol import LOAD_FAILED, WorkerSpec
 
-LOAD_FAILED = 3
 ENGINE_FAILED = 4
 
 
