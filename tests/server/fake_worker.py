@@ -3,7 +3,7 @@
 `fake_worker.py BEHAVIOUR.json SPEC.json`. Its "weights" are a hash over all batches so far, so equal batches in equal order give equal
 fingerprints. BEHAVIOUR: die_in_training [batch indices, each once], corrupt_after_restart (bool), skip_updates (bool),
 train_seconds, generate_seconds, fates, hang_in_training [batch indices, first start only],
-die_at_start (bool), cannot_load (bool), ignore_sigterm (bool).
+die_at_start (bool), ignore_sigterm (bool), cannot_load (bool), full_exports (how many find the disk full).
 """
 
 from __future__ import annotations
@@ -96,6 +96,8 @@ class Handler(BaseHTTPRequestHandler):
             self.train(int(parse_qs(url.query)["batch_index"][0]), body)
         elif url.path == "/checkpoint":
             self.answer({"path": str(WEIGHTS.save()), "version": WEIGHTS.version})
+        elif url.path == "/export" and self.disk_is_full():
+            self.answer({"detail": "OSError: [Errno 28] No space left on device"}, 500)
         elif url.path == "/export":
             path = Path(json.loads(body)["path"])
             path.mkdir(parents=True, exist_ok=True)
@@ -105,6 +107,10 @@ class Handler(BaseHTTPRequestHandler):
             self.answer({"token_ids": [1, 2, 3], "text": "abc"})
         else:
             self.complete(json.loads(body))
+
+    def disk_is_full(self) -> bool:
+        BEHAVIOUR["full_exports"] = BEHAVIOUR.get("full_exports", 0) - 1
+        return BEHAVIOUR["full_exports"] >= 0
 
     def train(self, index: int, body: bytes) -> None:
         if index != WEIGHTS.version:

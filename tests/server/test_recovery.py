@@ -178,3 +178,13 @@ def test_a_budget_of_time_ends_a_job_that_only_waits(start: Start) -> None:
     server = start()
     job = server.create_job(num_batches=None, budget={"max_seconds": 0.5})
     assert "max_seconds" in server.wait_status(job, "succeeded")["reason"]
+
+
+def test_a_full_disk_at_the_end_waits_for_room(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("upweight.server.supervision.runner.STORE_PAUSE", 0.05)
+    server = start({"full_exports": 2})
+    job = server.create_job(num_batches=1)
+    server.fill(job, 0)
+    assert server.wait_status(job, "succeeded", "failed")["weights"]
+    full = [message for message in server.events(job) if "the disk is full: free some space" in message]
+    assert len(full) == 2

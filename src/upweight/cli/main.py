@@ -6,6 +6,7 @@ Invariants
   bug, or UPWEIGHT_TRACEBACK=1.
 """
 
+import errno
 import os
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ import typer
 
 from upweight import __version__
 from upweight.cli import jobs
+from upweight.cli.checks import home
 from upweight.cli.demo_command import demo
 from upweight.errors import UpweightError
 
@@ -28,6 +30,8 @@ app = typer.Typer(
 )
 app.add_typer(jobs.app, name="jobs")
 
+_FULL_OR_FORBIDDEN = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
+
 # Packages of the extra `local`: the light install does not have them.
 _LOCAL_PACKAGES = {"jax", "flax", "optax", "orbax", "numpy", "ml_dtypes", "safetensors", "gguf", "tokenizers", "jinja2"}
 _LOCAL_PACKAGES |= {"fastapi", "starlette", "uvicorn", "sqlalchemy", "psutil"}
@@ -39,6 +43,11 @@ def main() -> None:
         app()
     except UpweightError as error:
         _fail(error, str(error))
+    except OSError as error:
+        if error.errno not in _FULL_OR_FORBIDDEN:
+            raise
+        place = error.filename or home()
+        _fail(error, f"{place} cannot be written ({error.strerror}): free or allow it, or set UPWEIGHT_HOME")
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in _LOCAL_PACKAGES:
             raise

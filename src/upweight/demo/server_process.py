@@ -37,8 +37,10 @@ class ServerProcess:
         if self._process.poll() is None:
             return None
         lines = [line for line in self._output.read_text().splitlines() if line.strip()]
-        last = (lines or [f"exit code {self._process.returncode}"])[-1]
-        return last.removeprefix("upweight server: ")
+        silent = (
+            f"it ended with exit code {self._process.returncode} and without a word; is the disk of {self.home} full?"
+        )
+        return (lines or [silent])[-1].removeprefix("upweight server: ")
 
     def stop(self) -> None:
         """In order first, by force after 8 s."""

@@ -32,7 +32,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from upweight.ops.samples import TrainBatch
 
-LOAD_FAILED = 3
+LOAD_FAILED = 3  # exit code: the last line of the log says why, and another start cannot help
 
 
 class WorkerMode(StrEnum):

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
+import os
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -43,6 +45,7 @@ from upweight.server.worker_protocol import (
 )
 
 STORE_PAUSE = 5.0  # seconds
+DISK_FULL = os.strerror(errno.ENOSPC)
 
 log = logging.getLogger(__name__)
 
@@ -219,7 +222,7 @@ class JobRunner:
         finally:
             woken.cancel()
         if not worker.alive:
-            raise WorkerDied(worker.describe_death())
+            raise worker.death()
 
     async def _train(self, worker: WorkerProcess, index: int) -> None:
         await self._state("training", f"trains batch {index}")
@@ -254,7 +257,7 @@ class JobRunner:
             result: TrainResult = await worker.order(f"/train?batch_index={index}", TrainResult, content=body)
         except WorkerRefused as refused:
             await worker.kill(str(refused))
-            raise WorkerDied(worker.describe_death()) from refused
+            raise worker.death() from refused
         if not result.fingerprint_ok:
             raise JobFailed("weights_mismatch", f"version {result.version}: the engine's weights are not the trainer's")
         if result.version != index + 1 or len(result.fates) != built.batch.num_samples:
@@ -323,17 +326,28 @@ class JobRunner:
         job = await self._job()
         await self._state("running", "saves the trained model")
         weights = self.home.job_folder(self.job_id) / "weights"
-        try:
-            recorded = await self.database.read(lambda c: versions.get_version(c, self.job_id, version))
-            if recorded is None or recorded.checkpoint is None:
-                await self._checkpoint(worker, job)
-            await worker.order("/export", _Exported, json={"path": str(weights)})
-        except WorkerRefused as refused:
-            raise JobFailed("not_saved", f"version {version} could not be saved: {refused}") from refused
+        while True:
+            try:
+                await self._save(worker, job, version, weights)
+                break
+            except WorkerRefused as refused:
+                if DISK_FULL not in str(refused):
+                    raise JobFailed("not_saved", f"version {version} could not be saved: {refused}") from refused
+                # Nobody's failure: all is trained, and room may be made.
+                text = f"version {version} cannot be saved, the disk is full: free some space"
+                await self._event(text, level="warn")
+                await self._state("running", f"{text}; next try in {STORE_PAUSE:g} s")
+                await asyncio.sleep(STORE_PAUSE)
         await self._event(f"{ending}; weights of version {version}: {weights}")
         await self.database.write(lambda c: jobs.set_fields(c, self.job_id, weights=str(weights)))
         await self.database.write(lambda c: jobs.set_state(c, self.job_id, "succeeded", ending))
         await self.database.write(lambda c: completions.forget(c, self.job_id))
+
+    async def _save(self, worker: WorkerProcess, job: Job, version: int, weights: Path) -> None:
+        recorded = await self.database.read(lambda c: versions.get_version(c, self.job_id, version))
+        if recorded is None or recorded.checkpoint is None:
+            await self._checkpoint(worker, job)
+        await worker.order("/export", _Exported, json={"path": str(weights)})
 
     async def _fail(self, code: str, message: str) -> None:
         self.gate.close(Refusal(409, f"job {self.job_id} failed: {message}"))

@@ -92,6 +92,10 @@ class WorkerProcess:
         except psutil.NoSuchProcess:
             return 0
 
+    def death(self) -> WorkerDied:
+        """What to raise once the process has ended."""
+        return WorkerDied(self.describe_death())
+
     def describe_death(self) -> str:
         code = self._process.returncode
         how = f"killed by signal {-code}" if code is not None and code < 0 else f"exit code {code}"
@@ -125,7 +129,7 @@ class WorkerProcess:
             if call.done() and not isinstance(call.exception(), httpx.TransportError):
                 return call.result()
             await self._await_exit(call)
-            raise WorkerDied(self.describe_death())
+            raise self.death()
         finally:
             call.cancel()
             with contextlib.suppress(asyncio.CancelledError, httpx.HTTPError):
@@ -159,7 +163,7 @@ class WorkerProcess:
     async def _look(self, patience: float) -> WorkerState | None:
         """State, or None while the worker does not answer (yet)."""
         if not self.alive:
-            raise WorkerDied(self.describe_death())
+            raise self.death()
         try:
             response = await self.client.get("/state", timeout=min(10.0, patience))
         except httpx.TransportError:

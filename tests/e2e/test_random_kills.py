@@ -1,0 +1,170 @@
+"""SIGKILL of the SDK process, the worker or the server at random moments, many times; then the run ends as planned.
+
+Nothing accepted is lost or doubled, `inference_version` never falls, the planned batches are trained, the ledger adds up.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.conftest import BATCH, GROUP, Site
+from upweight.demo.server_process import ServerProcess
+
+ENDED = ("succeeded", "failed", "cancelled")
+ACTS = ("sdk", "worker", "server", "freeze")
+
+
+class Torture:
+    """A job, a rollout process that is started again whenever it is gone, and something that kills."""
+
+    def __init__(self, site: Site, seed: int, batches: int) -> None:
+        self.site = site
+        self.batches = batches
+        self.random = random.Random(seed)
+        self.job_id = site.create(
+            lora={"rank": 4}, learning_rate=1e-2, num_batches=batches, checkpoint_every=2, keep_checkpoints=2
+        )
+        self.sdk: subprocess.Popen[bytes] | None = None
+        self.seen: list[int] = []
+        self.told: list[str] = []
+        self._over = threading.Event()
+        self._watcher = threading.Thread(target=self._watch)
+
+    def __enter__(self) -> Torture:
+        self._watcher.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._watcher.join()
+        if self.sdk is not None:
+            self.sdk.kill()
+            self.sdk.wait()
+
+    def progress(self) -> dict[str, Any] | None:
+        try:
+            return self.site.progress(self.job_id)
+        except (httpx.HTTPError, OSError):  # the server is dead or coming up
+            return None
+
+    def keep_going(self) -> None:
+        """Start again what is gone."""
+        if self.site.server.ended() is not None:
+            self.site.server.stop()
+            self.site.restart()
+        if self.sdk is None or self.sdk.poll() is not None:
+            server, log = self.site.server, self.site.home / "logs" / "sdk.log"
+            arguments = [server.url, server.key, self.job_id, self.site.model, self.batches, BATCH, GROUP]
+            command = [
+                sys.executable,
+                "-m",
+                "tests.e2e.sdk_process",
+                *map(str, arguments),
+                str(self.site.home / "spool"),
+            ]
+            with log.open("ab") as output:
+                self.sdk = subprocess.Popen(command, stdout=output, stderr=output)
+
+    def strike(self) -> None:
+        act = self.random.choice(ACTS)
+        worker = ((self.progress() or {}).get("worker") or {}).get("pid")
+        self.told.append(act)
+        if act == "server":
+            os.kill(self.site.server.pid, signal.SIGKILL)
+        elif act == "sdk" and self.sdk is not None:
+            os.kill(self.sdk.pid, signal.SIGKILL)
+        elif worker is not None:
+            _worker_gets(worker, act)
+
+    def finish(self, seconds: float) -> dict[str, Any]:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            now = self.progress()
+            if now is not None and now["job_status"] in ENDED:
+                return now
+            self.keep_going()
+            time.sleep(0.2)
+        raise AssertionError(f"not at the end after {seconds} s: {now}, {self.told}")
+
+    def _watch(self) -> None:
+        while not self._over.wait(0.05):
+            version = (self.progress() or {}).get("inference_version")
+            if version is not None:
+                self.seen.append(version)
+
+
+def _worker_gets(pid: int, act: str) -> None:
+    try:
+        if act == "worker":
+            os.kill(pid, signal.SIGKILL)
+            return
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(1.0)
+        os.kill(pid, signal.SIGCONT)
+    except ProcessLookupError:  # it ended meanwhile
+        return
+
+
+def run_under_fire(site: Site, seed: int, kills: int, batches: int) -> None:
+    with Torture(site, seed, batches) as torture:
+        for _ in range(kills):
+            torture.keep_going()
+            time.sleep(torture.random.uniform(0.1, 5.0))
+            torture.strike()
+            if (torture.progress() or {}).get("job_status") in ENDED:
+                break
+        job = torture.finish(seconds=150 + kills)
+    assert job["job_status"] == "succeeded", (job["reason"], torture.told)
+    assert job["version"] == job["filled_batches"] == batches
+    assert [v["version"] for v in job["versions"]] == list(range(batches + 1))
+    assert torture.seen == sorted(torture.seen)
+    assert all(v["metrics"]["staleness_max"] <= 1 for v in job["versions"][1:] if "staleness_max" in v["metrics"])
+    _check_ledger(site.home, job, batches)
+
+
+def _check_ledger(home: Path, job: dict[str, Any], batches: int) -> None:
+    ledger = job["ledger"]
+    fates = ("trained", "zero_advantage", "masked", "stale", "refused", "not_yet_trained")
+    assert ledger["accepted"] == batches * BATCH == sum(ledger[fate] for fate in fates)
+    assert ledger["not_yet_trained"] == 0
+    with sqlite3.connect(home / "store.sqlite3") as store:
+        rows = store.execute("SELECT count(*), count(DISTINCT id) FROM samples")
+        assert rows.fetchone() == (batches * BATCH, batches * BATCH)
+        sizes = {row[0] for row in store.execute("SELECT count(*) FROM samples GROUP BY batch_index")}
+    store.close()
+    assert sizes == {BATCH}
+
+
+@pytest.fixture
+def patient_site(tmp_path: Path, tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+    """A server that does not give a job up however often its worker is killed."""
+    monkeypatch.setenv("UPWEIGHT_MAX_RESTARTS", "1000")
+    monkeypatch.setenv("UPWEIGHT_RESTART_BACKOFF", "0")
+    running = Site(tmp_path / "home", str(tiny_model_folder), ServerProcess(tmp_path / "home"))
+    yield running
+    running.server.stop()
+
+
+@pytest.mark.ci
+def test_five_random_kills(patient_site: Site) -> None:
+    run_under_fire(patient_site, seed=1, kills=5, batches=8)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("seed", range(3))
+def test_fifty_random_kills(patient_site: Site, seed: int) -> None:
+    run_under_fire(patient_site, seed=seed, kills=50, batches=150)
