@@ -22,7 +22,7 @@ def reason_header(text: str) -> dict[str, str]:
 
 
 class _Connection(h11.Connection):
-    def send(self, event: Any) -> bytes | None:
+    def send(self, event: Any) -> Any:
         if isinstance(event, h11.Response):
             event = _with_reason(event)
         return super().send(event)
