@@ -175,6 +175,11 @@ def test_files(client, server, tmp_path):
     assert b"fine-tune" in server.requests[0].raw
 
 
+def test_unknown_values_of_enums_are_kept_as_text() -> None:
+    assert rl_job.Batch.model_validate({"index": 0, "status": "filled"}).status is rl_job.BatchStatus.filled
+    assert rl_job.Batch.model_validate({"index": 0, "status": "sealed"}).status == "sealed"
+
+
 def test_models_are_reexported_and_strict_about_ranges():
     assert reexported.Sample is rl_job.Sample
     with pytest.raises(ValidationError):

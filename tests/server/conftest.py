@@ -15,6 +15,7 @@ import uvicorn
 from server_harness import KEY, Running, Start, fake_settings, resolve_fake
 
 from upweight.server import create_app
+from upweight.server.reasons import ReasonProtocol
 
 
 @contextlib.contextmanager
@@ -29,7 +30,15 @@ def servers(folder: Path) -> Iterator[Start]:
         app = create_app(settings, resolve_model=resolve_fake)
         # The loop that `upweight.server.process` runs on; uvloop would fork this process, which may hold JAX's threads.
         server = uvicorn.Server(
-            uvicorn.Config(app, port=0, loop="asyncio", log_level="warning", lifespan="on", timeout_graceful_shutdown=1)
+            uvicorn.Config(
+                app,
+                port=0,
+                loop="asyncio",
+                http=ReasonProtocol,
+                log_level="warning",
+                lifespan="on",
+                timeout_graceful_shutdown=1,
+            )
         )
         thread = threading.Thread(target=server.run, daemon=True)
         thread.start()

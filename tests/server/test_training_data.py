@@ -104,6 +104,28 @@ def test_a_batch_is_built_with_the_same_bytes_whatever_is_served_later(database:
     assert decode_batch(before).matched.tolist() == [0]
 
 
+def test_a_group_that_straddles_two_batches_is_whole_in_its_statistics(database: Database) -> None:
+    job = start_job(database, 2)
+    rewards = {"a": (0, 1.0, "t"), "b": (0, 0.0, "u"), "c": (1, -2.0, "u"), "d": (1, 3.0, None)}
+    for id, (index, reward, task) in rewards.items():
+        debug = {} if task is None else {"task_id": task}
+        sample = pack_sample(
+            id=id, token_ids=[1, 2], logprobs=[0, -1], mask=[0, 1], reward=reward, metadata={}, debug_info=debug
+        )
+        database.submit(lambda c, i=index: batches.create_batch(c, jobs.get_job(c, job), i)).result()
+        database.submit(lambda c, i=index, s=sample: batches.add_samples(c, job, "p", i, [s])).result()
+        if id == "b":
+            first = build(database, job).batch
+    assert len(first.peer_reward) == 0  # nothing else was stored when it was first built …
+    assert len(build(database, job).batch.peer_reward) == 0  # … and a replay sees no more
+    database.submit(lambda c: join_batch(c, job, 1)).result()
+    second = database.read_now(lambda c: build_batch(c, job, 1)).batch
+    assert (second.group.tolist(), second.reward.tolist()) == ([0, 1], [-2.0, 3.0])
+    assert (second.peer_group.tolist(), second.peer_reward.tolist()) == ([0], [0.0])
+    back = decode_batch(encode_batch(second))
+    assert (back.peer_group.tolist(), back.select(np.array([0])).peer_reward.tolist()) == ([0], [0.0])
+
+
 @pytest.mark.parametrize(
     ("request_", "expected"),
     [

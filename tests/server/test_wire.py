@@ -32,6 +32,7 @@ def test_every_route_but_health_needs_the_key(shared: Running) -> None:
             wrong = stranger.get(path, headers={"Authorization": "Bearer wrong"})
             assert wrong.status_code == 401
             assert "not known" in wrong.json()["detail"]
+            assert wrong.reason_phrase == wrong.json()["detail"]
         inference = stranger.get(shared.rl("x", "inference/openai/v1/models")).json()
         assert inference["error"]["type"] == "authentication_error"
         assert inference["detail"] == inference["error"]["message"]
@@ -165,6 +166,8 @@ def test_uploads_are_exactly_once_and_never_overfill(shared: Running) -> None:
     assert full.status_code == 409
     assert (full.json()["sample_count"], full.json()["batch_size"]) == (1, 2)
     assert "nothing was stored" in full.json()["detail"]
+    assert full.reason_phrase == full.json()["detail"]
+    assert "x-reason" not in full.headers
     assert shared.upload(job, 0, [sample("a"), sample("b")]).json()["status"] == "filled"
     assert shared.status(job)["filled_batches"] == 1
 
@@ -226,6 +229,14 @@ def test_group_advantages_need_a_task_id(shared: Running) -> None:
     assert "task_id" in answer.json()["detail"][0]["msg"]
 
 
+def test_a_reason_phrase_is_one_line_of_ascii(shared: Running) -> None:
+    name = "nö%00" + 400 * "x"
+    missing = shared.http.get(f"/v1/fine_tuning/jobs/{name}")
+    assert missing.json()["detail"].startswith("job nö")
+    assert missing.reason_phrase.startswith("job n??xxx")
+    assert len(missing.reason_phrase) == 300
+
+
 def test_a_body_that_is_too_large_is_413(start: Start) -> None:
     server = start(max_body_mb=1)
     job = server.create_job()
@@ -243,6 +254,16 @@ def test_a_repeated_post_makes_one_job(shared: Running) -> None:
     assert shared.http.get("/v1/fine_tuning/jobs").text.count('"suffix":"only once"') == 1
     other = shared.http.post("/v1/fine_tuning/jobs", json={**body, "seed": 1}, headers={"Idempotency-Key": "k1"})
     assert other.status_code == 422
+
+
+def test_a_repeated_creation_is_answered_also_when_the_model_is_gone(server: Running) -> None:
+    model = server.home / "copy"
+    model.mkdir()
+    body, once = {"model": str(model), "method": method()}, {"Idempotency-Key": "gone"}
+    first = server.http.post("/v1/fine_tuning/jobs", json=body, headers=once)
+    model.rmdir()
+    again = server.http.post("/v1/fine_tuning/jobs", json=body, headers=once)
+    assert (again.status_code, again.json()) == (200, first.json())
 
 
 def test_lists_are_newest_first_with_a_cursor(server: Running) -> None:

@@ -321,6 +321,19 @@ def test_a_state_of_another_form_is_refused(config: DecoderConfig, params: Param
     assert names(fresh) == before
 
 
+def test_members_of_a_group_in_other_batches_count_in_its_statistics(config: DecoderConfig, params: Params) -> None:
+    """Rewards 1 here and 0, 0.5 elsewhere: (1 − 0.5)/√(1/6). Alone the sample would have no advantage."""
+    trainer = PolicyTrainer(config, params, PolicySettings(advantage="group", correction="none"))
+    alone = make_batch([([3, 1], [5])], [1.0])
+    peers = replace(alone, peer_reward=np.float32([0.0, 0.5]), peer_group=np.int32([0, 0]))
+    assert trainer.train(alone).fates == ["zero_advantage"]
+    report = trainer.train(
+        replace(peers, logprobs=np.where(peers.mask > 0, np.nan, 0).astype(np.float32), filtered=peers.mask)
+    )
+    assert report.fates == ["trained"]
+    assert report.metrics["loss"] == pytest.approx(-0.5 / math.sqrt(1 / 6), rel=1e-5)
+
+
 def test_a_bandit_learns(config: DecoderConfig, params: Params) -> None:
     """Three prompts, one token each; only one token is rewarded. From p < 0.25 to p > 0.9 in 30 batches of 24."""
     settings = PolicySettings(learning_rate=0.03, advantage="group", preset=PRESETS["grpo"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -22,6 +22,9 @@ class TrainBatch:
     versions: np.ndarray  # int32 [T], version that sampled each token, -1 on context and where unknown
     filtered: np.ndarray  # uint8 [T], 1 = sampled with top-k, top-p, min-p, penalties or greedily
     matched: np.ndarray  # uint8 [n], joined to completions that this server served
+    # Samples of the same groups that lie in other batches: they count in group statistics and are not trained on here.
+    peer_reward: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))  # float32 [m]
+    peer_group: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))  # int32 [m]
 
     @property
     def num_samples(self) -> int:
@@ -41,4 +44,6 @@ class TrainBatch:
         return TrainBatch(
             **{name: getattr(self, name)[flat] for name in per_token},
             **{name: getattr(self, name)[keep] for name in per_sample},
+            peer_reward=self.peer_reward,
+            peer_group=self.peer_group,
         )

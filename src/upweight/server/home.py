@@ -19,6 +19,8 @@ from typing import Any
 
 from upweight.errors import ServerError, StoreError
 
+QUANTISED_TO_FULL = 6  # a GGUF file of 4 to 6 bits per parameter is trained in 32
+
 
 class Home:
     """Paths below one home folder. Creating the object creates the folders. Raises ServerError if it cannot."""
@@ -129,6 +131,11 @@ def write_atomically(path: Path, text: str, *, mode: int = 0o644) -> None:
         file.flush()
         os.fsync(file.fileno())
     aside.replace(path)
+
+
+def model_bytes(path: Path) -> int:
+    """What the model at `path` (folder or GGUF file) holds in memory or in a checkpoint, in 32 bits a parameter."""
+    return folder_bytes(path) * (QUANTISED_TO_FULL if path.suffix == ".gguf" else 1)
 
 
 def folder_bytes(root: Path) -> int:

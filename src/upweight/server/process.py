@@ -26,6 +26,7 @@ from upweight.errors import ServerError
 from upweight.server.api.app import create_app
 from upweight.server.api.context import ResolveModel
 from upweight.server.home import Home
+from upweight.server.reasons import ReasonProtocol
 from upweight.server.settings import Settings
 from upweight.server.store.database import Database
 
@@ -74,6 +75,7 @@ def run(
     app = create_app(settings, resolve_model=resolve_model)
     config = uvicorn.Config(
         app,
+        http=ReasonProtocol,
         log_level="warning",
         access_log=False,
         lifespan="on",

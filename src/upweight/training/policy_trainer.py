@@ -133,7 +133,9 @@ class PolicyTrainer:
         if settings.advantage == "given":
             advantages = batch.reward.astype(np.float32)
         else:
-            advantages = ADVANTAGES[settings.preset.advantage](batch.reward, batch.group)
+            rewards = np.concatenate([batch.reward, batch.peer_reward])
+            groups = np.concatenate([batch.group, batch.peer_group])
+            advantages = ADVANTAGES[settings.preset.advantage](rewards, groups)[: batch.num_samples]
         starts = batch.starts
         fates = []
         advantages = np.where(_unusable(batch), np.float32(np.nan), advantages)

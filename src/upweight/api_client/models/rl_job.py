@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -42,7 +42,7 @@ class BatchStatus(Enum):
 class Batch(WireModel):
     object: str = "fine_tuning.batch"
     index: int = Field(ge=0)
-    status: BatchStatus | None = BatchStatus.filling
+    status: Annotated[BatchStatus | str | None, Field(union_mode="left_to_right")] = BatchStatus.filling
     sample_count: int | None = Field(default=0, ge=0)
 
 

@@ -98,10 +98,22 @@ async def off_the_loop(parts: Parts, size: int, work: Callable[..., Any], *argum
         return await asyncio.to_thread(work, *arguments)
 
 
+async def answered_before(request: Request, project: str, body: bytes) -> dict[str, Any] | None:
+    """The first answer to a repeated request; for checks that a repetition must not meet again."""
+    key, digest = _repeat_key(request, body)
+    if key is None:
+        return None
+    return await parts_of(request).database.read(lambda c: repeats.first_answer(c, project, key, digest))
+
+
+def _repeat_key(request: Request, body: bytes) -> tuple[str | None, bytes]:
+    key = request.headers.get("idempotency-key") or None
+    return key, hashlib.sha256(f"{request.method} {request.url.path}\n".encode() + body).digest() if key else b""
+
+
 async def write_once(
     request: Request, project: str, body: bytes, effect: Callable[[Connection], dict[str, Any]]
 ) -> tuple[dict[str, Any], bool]:
     """Run `effect` in the store under the request's Idempotency-Key, if it has one: answer, and whether it ran now."""
-    key = request.headers.get("idempotency-key") or None
-    digest = hashlib.sha256(f"{request.method} {request.url.path}\n".encode() + body).digest() if key else b""
+    key, digest = _repeat_key(request, body)
     return await parts_of(request).database.write(lambda c: repeats.once(c, project, key, digest, effect))

@@ -12,6 +12,7 @@ from starlette.exceptions import HTTPException
 
 from upweight.errors import StoreError
 from upweight.server.ascii_json import AsciiJSON
+from upweight.server.reasons import reason_header
 from upweight.server.refusals import Refusal
 
 log = logging.getLogger(__name__)
@@ -23,7 +24,9 @@ def answer(request: Request, status: int, detail: Any, **extra: Any) -> AsciiJSO
     content = {"detail": detail, **extra}
     if "/inference/" in request.url.path:
         content = both_forms(status, content)
-    headers = {"Retry-After": RETRY_AFTER[status]} if status in RETRY_AFTER else {}
+    headers = reason_header(text_of(detail))
+    if status in RETRY_AFTER:
+        headers["Retry-After"] = RETRY_AFTER[status]
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     return AsciiJSON(content, status, headers)
@@ -33,12 +36,15 @@ def both_forms(status: int, content: dict[str, Any]) -> dict[str, Any]:
     """Add `error` to a body that has `detail`, or `detail` to one that has `error`."""
     if isinstance(content.get("error"), dict):
         return {"detail": str(content["error"].get("message", "")), **content}
-    detail = content.get("detail", "")
-    message = "; ".join(str(item.get("msg", item)) for item in detail) if isinstance(detail, list) else str(detail)
+    message = text_of(content.get("detail", ""))
     kind = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}.get(
         status, "server_error" if status >= 500 else "invalid_request_error"
     )
     return {**content, "error": {"message": message, "type": kind, "param": None, "code": None}}
+
+
+def text_of(detail: Any) -> str:
+    return "; ".join(str(item.get("msg", item)) for item in detail) if isinstance(detail, list) else str(detail)
 
 
 def install(app: FastAPI) -> None:

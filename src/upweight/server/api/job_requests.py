@@ -9,7 +9,7 @@ from typing import Any
 
 from upweight.errors import ModelError
 from upweight.server.api.context import Parts
-from upweight.server.home import folder_bytes
+from upweight.server.home import model_bytes
 from upweight.server.methods import Reinforcement, parse_method
 from upweight.server.refusals import Refusal, invalid
 
@@ -20,7 +20,6 @@ KNOWN_FIELDS = frozenset(
 NOT_USED = ("hyperparameters", "integrations", "validation_file")  # known, but without effect on a reinforcement job
 LONGEST_SUFFIX = 64
 GB = 1e9
-QUANTISED_TO_FULL = 6  # a GGUF file of 4 to 6 bits per parameter is trained in 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,10 +91,9 @@ async def resolve_model(parts: Parts, model: str) -> tuple[str, str]:
 async def refuse_without_room(parts: Parts, model_path: str, wanted: WantedJob) -> None:
     """Refuse (422) a job whose checkpoints and weights would not fit into the disk budget or the free space."""
     keep = wanted.reinforcement.keep_checkpoints
-    model, used = await asyncio.gather(
-        asyncio.to_thread(folder_bytes, Path(model_path)), asyncio.to_thread(parts.home.bytes_used)
+    full, used = await asyncio.gather(
+        asyncio.to_thread(model_bytes, Path(model_path)), asyncio.to_thread(parts.home.bytes_used)
     )
-    full = model * (QUANTISED_TO_FULL if model_path.endswith(".gguf") else 1)
     # A checkpoint holds parameters and two optimizer moments; one more exists while the next is written; then the export.
     per_checkpoint = full if wanted.reinforcement.lora else 3 * full
     needed = per_checkpoint * (keep + 1) + full

@@ -6,7 +6,15 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
 
-from upweight.server.api.context import JobOf, PartsOf, ProjectOf, parse_json, read_body, write_once
+from upweight.server.api.context import (
+    JobOf,
+    PartsOf,
+    ProjectOf,
+    answered_before,
+    parse_json,
+    read_body,
+    write_once,
+)
 from upweight.server.api.job_answers import checkpoint_answer, checkpoint_version, job_answer
 from upweight.server.api.job_requests import parse_request, refuse_without_room, resolve_model
 from upweight.server.refusals import not_found
@@ -21,6 +29,8 @@ DEFAULT_LIMIT = 20
 @router.post("")
 async def create(request: Request, parts: PartsOf, project: ProjectOf) -> dict[str, Any]:
     body = await read_body(request)
+    if (first := await answered_before(request, project, body)) is not None:
+        return first
     wanted = parse_request(parse_json(body))
     model_path, model_name = await resolve_model(parts, wanted.model)
     await refuse_without_room(parts, model_path, wanted)

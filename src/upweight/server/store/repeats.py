@@ -28,16 +28,25 @@ def once(
     """The answer of `effect` and whether it ran now; a known key returns the stored answer instead."""
     if key is None:
         return effect(connection), True
-    table = schema.repeats
-    known = connection.execute(select(table).where(table.c.project == project, table.c.key == key)).first()
-    if known is not None:
-        if known.request_hash != request_hash:
-            raise Refusal(422, f"Idempotency-Key {key!r} was used for another request; use a new key for each request")
-        return known.answer, False
+    if (known := first_answer(connection, project, key, request_hash)) is not None:
+        return known, False
     answer = effect(connection)
+    table = schema.repeats
     row = {"project": project, "key": key, "request_hash": request_hash, "status": 200, "answer": answer}
     connection.execute(insert(table).values(**row, created_at=time.time()))
     return answer, True
+
+
+def first_answer(connection: Connection, project: str, key: str, request_hash: bytes) -> dict[str, Any] | None:
+    """What was answered under `key`, None if nothing was. Raises Refusal 422 when it was used for another request."""
+    table = schema.repeats
+    known = connection.execute(select(table).where(table.c.project == project, table.c.key == key)).first()
+    if known is None:
+        return None
+    if known.request_hash != request_hash:
+        raise Refusal(422, f"Idempotency-Key {key!r} was used for another request; use a new key for each request")
+    answer: dict[str, Any] = known.answer
+    return answer
 
 
 def forget_old(connection: Connection) -> None:

@@ -65,6 +65,7 @@ batches = Table(
     Column("sample_count", Integer, nullable=False, default=0),
     Column("created_at", Float, nullable=False),
     Column("filled_at", Float),
+    Column("joined_to", Integer),  # samples.seq of the newest sample that its groups take into account
 )
 
 samples = Table(
@@ -93,6 +94,7 @@ samples = Table(
     Column("fate", String),
     UniqueConstraint("job_id", "id"),
     Index("samples_of_batch", "job_id", "batch_index", "seq"),
+    Index("samples_of_task", "job_id", "task_id"),
 )
 
 completions = Table(

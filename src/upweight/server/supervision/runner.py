@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 from pydantic import BaseModel
 from sqlalchemy.exc import OperationalError
 
@@ -33,6 +34,7 @@ from upweight.server.store.database import Database
 from upweight.server.store.jobs import Job
 from upweight.server.supervision import checkpoints
 from upweight.server.supervision.gate import Gate
+from upweight.server.supervision.memory import microbatch_tokens
 from upweight.server.supervision.training_data import BuiltBatch, build_batch, join_batch
 from upweight.server.supervision.worker_process import WorkerDied, WorkerProcess, WorkerRefused, start_worker
 from upweight.server.worker_protocol import (
@@ -134,6 +136,8 @@ class JobRunner:
         folder = self.home.job_folder(self.job_id)
         folder.mkdir(exist_ok=True)
         await self._state("loading", "starts its worker")
+        if job.reinforcement["microbatch_tokens"] is None:
+            job = await self._fix_microbatch(job)
         spec = worker_spec(job, self.home, WorkerMode.TRAIN, checkpoint)
         self.worker = await start_worker(
             self.settings.worker_command, spec, log_file(self.home, self.job_id), self.home.run
@@ -142,6 +146,14 @@ class JobRunner:
             self.settings.worker_start_timeout, self.settings.worker_silence_timeout, self._report_loading()
         )
         return self.worker
+
+    async def _fix_microbatch(self, job: Job) -> Job:
+        """Chosen once and stored, so that a replay on another day sums its gradients in the same order."""
+        free, lora = psutil.virtual_memory().available, job.reinforcement["lora"] is not None
+        tokens = await asyncio.to_thread(microbatch_tokens, free, Path(job.model_path), lora=lora)
+        fixed = {**job.reinforcement, "microbatch_tokens": tokens}
+        await self.database.write(lambda c: jobs.set_fields(c, self.job_id, reinforcement=fixed))
+        return await self._job()
 
     def _report_loading(self) -> Callable[[WorkerState], Awaitable[None]]:
         told = ""

@@ -3,6 +3,7 @@
 Invariants:
 * The join is stored with the samples the first time a batch is built. Every later build (a replay) reads it, so the trainer gets
   the same bytes again whatever was served meanwhile.
+* A group that straddles batches is whole in its statistics, as far as its samples were stored when the batch was first built.
 * A sample is `matched` when each run of trained tokens in it is, with everything before it as prompt, a completion of this job.
   Several completions may have the same ids; the one whose log-probabilities are nearest to the uploaded ones is meant, of equal
   ones the newest.
@@ -16,13 +17,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from sqlalchemy import Connection, Row, bindparam, select, update
+from sqlalchemy import Connection, Row, bindparam, func, select, update
 
 from upweight.server.store import completions, schema
 from upweight.server.store.rows import completion_key
 from upweight.server.worker_protocol import TrainBatch
 
 UNKNOWN_VERSION = -1
+TASKS_PER_QUERY = 500
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +50,7 @@ def join_batch(connection: Connection, job_id: str, index: int) -> None:
     rows = [row for row in _sample_rows(connection, job_id, index) if row.matched is None]
     if not rows:
         return
+    _fix_horizon(connection, job_id, index)
     keys = {row.seq: list(_turn_keys(row)) for row in rows}
     served = completions.find(connection, job_id, [key for turns in keys.values() for _, _, key in turns])
     table = schema.samples
@@ -61,20 +64,53 @@ def build_batch(connection: Connection, job_id: str, index: int) -> BuiltBatch:
     """The joined batch. `join_batch` must have been committed before."""
     rows = _sample_rows(connection, job_id, index)
     versions = _concatenate(rows, "versions", "<i4")
+    numbers = _group_numbers([row.task_id for row in rows])
+    peer_reward, peer_group = _peers(
+        connection, job_id, index, dict(zip((r.task_id for r in rows), numbers, strict=True))
+    )
     batch = TrainBatch(
         lengths=np.array([len(row.token_ids) // 4 for row in rows], dtype=np.int32),
         token_ids=_concatenate(rows, "token_ids", "<i4"),
         logprobs=_concatenate(rows, "logprobs", "<f4"),
         mask=_concatenate(rows, "mask", "u1"),
         reward=np.array([row.reward for row in rows], dtype=np.float32),
-        group=_group_numbers([row.task_id for row in rows]),
+        group=numbers,
         temperature=_concatenate(rows, "temperatures", "<f4"),
         raw_logprobs=_concatenate(rows, "raw_logprobs", "<f4"),
         versions=versions,
         filtered=_concatenate(rows, "filtered_tokens", "u1"),
         matched=np.array([row.matched for row in rows], dtype=np.uint8),
+        peer_reward=peer_reward,
+        peer_group=peer_group,
     )
     return BuiltBatch(batch=batch, sample_seqs=[row.seq for row in rows], metrics=_metrics(rows, batch, index))
+
+
+def _fix_horizon(connection: Connection, job_id: str, index: int) -> None:
+    samples, table = schema.samples, schema.batches
+    newest = connection.scalar(select(func.max(samples.c.seq)).where(samples.c.job_id == job_id))
+    this = (table.c.job_id == job_id, table.c.batch_index == index)
+    connection.execute(update(table).where(*this).values(joined_to=newest))
+
+
+def _peers(
+    connection: Connection, job_id: str, index: int, group_of: dict[str | None, np.int32]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Rewards and group numbers of the samples in other batches that belong to a task of this one."""
+    samples, table = schema.samples, schema.batches
+    horizon = connection.scalar(select(table.c.joined_to).where(table.c.job_id == job_id, table.c.batch_index == index))
+    query = select(samples.c.task_id, samples.c.reward).where(
+        samples.c.job_id == job_id, samples.c.batch_index != index, samples.c.seq <= (horizon or 0)
+    )
+    tasks = [task for task in group_of if task is not None]
+    found: list[Row] = []
+    for start in range(0, len(tasks), TASKS_PER_QUERY):
+        some = tasks[start : start + TASKS_PER_QUERY]
+        found += connection.execute(query.where(samples.c.task_id.in_(some)).order_by(samples.c.seq))
+    return (
+        np.array([row.reward for row in found], dtype=np.float32),
+        np.array([group_of[row.task_id] for row in found], dtype=np.int32),
+    )
 
 
 def _sample_rows(connection: Connection, job_id: str, index: int) -> list[Row]:

@@ -1,0 +1,41 @@
+"""Micro-batches from the free memory, in numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from server_harness import Start
+
+from upweight.server.supervision.memory import microbatch_tokens
+
+GB = 10**9
+
+
+@pytest.mark.parametrize(
+    ("free", "model", "lora", "tokens"),
+    [
+        (24 * GB, GB // 2, False, 8192),
+        (8 * GB, GB // 2, False, 4096),  # (5.6 − 2.5) GB / 512 KiB = 5912
+        (8 * GB, GB // 2, True, 8192),  # (5.6 − 1.0) GB / 512 KiB = 8773
+        (6 * GB, GB // 2, False, 2048),
+        (GB, GB // 2, False, 512),
+        (0, 0, False, 512),
+    ],
+)
+def test_powers_of_two_by_free_memory(tmp_path: Path, free: int, model: int, lora: bool, tokens: int) -> None:
+    file = tmp_path / "model.safetensors"
+    with file.open("wb") as handle:
+        handle.truncate(model)
+    assert microbatch_tokens(free, tmp_path, lora=lora) == tokens
+
+
+def test_the_choice_is_stored_with_the_job(start: Start) -> None:
+    server = start()
+    job = server.create_job()
+    server.wait(job, lambda p: p["inference_version"] == 0)
+    chosen = server.http.get(f"/v1/fine_tuning/jobs/{job}").json()["training_method"]["reinforcement"]
+    assert chosen["microbatch_tokens"] in {2**power for power in range(9, 14)}
+    own = server.create_job(microbatch_tokens=100)
+    kept = server.http.get(f"/v1/fine_tuning/jobs/{own}").json()["training_method"]["reinforcement"]
+    assert kept["microbatch_tokens"] == 100
