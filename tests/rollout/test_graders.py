@@ -95,7 +95,7 @@ def test_what_a_grader_started_is_killed_with_it(tmp_path: Path, monkeypatch: py
     with GraderPool(by_order, workers=1, timeout=1.5) as pool:
         assert pool.grade("child") == 0.0
         pid = int((tmp_path / "pid").read_text())
-        gone, alive = psutil.wait_procs([psutil.Process(pid)] if psutil.pid_exists(pid) else [], timeout=5)
+        _, alive = psutil.wait_procs([psutil.Process(pid)] if psutil.pid_exists(pid) else [], timeout=5)
         assert alive == [] or alive[0].status() == psutil.STATUS_ZOMBIE
 
 
