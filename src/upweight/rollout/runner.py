@@ -9,6 +9,7 @@ from typing import Any
 
 from upweight.api_client import TokenFactory
 from upweight.rollout.config import RolloutConfig, check_config
+from upweight.rollout.cursor import DataCursor
 from upweight.rollout.dataset import DatasetProtocol
 from upweight.rollout.dispatcher import DEFAULT_QUEUE_GET_TIMEOUT, RolloutDispatcher
 from upweight.rollout.messages import RolloutRunnerInputs, WakeUp
@@ -65,6 +66,7 @@ class RolloutRunner:
         self._config = config
         self._rollout_fn = rollout_fn
         self._dataset = dataset
+        self._cursor = DataCursor(dataset, config.spool_dir, config.job_id)
         self._stopping = threading.Event()
         self._queue: Queue[Any] = Queue()
         self._progress: RunProgress | None = None
@@ -86,6 +88,7 @@ class RolloutRunner:
             self._queue,
             self._publish,
             self._evaluation,
+            self._cursor,
         )
         try:
             with stop_on_signals(self._stop_by_signal):
