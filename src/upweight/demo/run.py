@@ -171,6 +171,7 @@ class DemoRun:
             config=config,
             rollout_fn=partial(roll_out_sum, settings=self.plan.rollout),
             dataset=dataset,
+            progress="none",
         )
         self.monitor.phase("training")
         self.monitor.watch_runner(runner, evaluation_seconds=10.0)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import cycle, islice
+from collections.abc import Iterable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 T = TypeVar("T")
@@ -17,12 +16,20 @@ class DatasetProtocol(Protocol[T_co]):
 
 
 class CyclingDataset(Generic[T]):
-    """Goes through `items` again and again, in order."""
+    """Goes through `items` again and again, in order. Its cursor is restored on resume (`upweight.rollout.datasets`)."""
 
     def __init__(self, items: Sequence[T]) -> None:
         if not items:
             raise ValueError("items is empty: a cycle needs at least one task")
-        self._items: Iterator[T] = cycle(items)
+        self._items = items
+        self._position = 0
 
     def sample(self, n_samples: int) -> list[T]:
-        return list(islice(self._items, n_samples))
+        first, self._position = self._position, self._position + n_samples
+        return [self._items[place % len(self._items)] for place in range(first, self._position)]
+
+    def state(self) -> dict[str, int]:
+        return {"position": self._position}
+
+    def restore(self, state: dict[str, int]) -> None:
+        self._position = state["position"]

@@ -8,6 +8,7 @@ from itertools import islice
 from queue import Queue, SimpleQueue
 from typing import Any
 
+from upweight.rollout.cursor import has_cursor
 from upweight.rollout.dataset import DatasetProtocol
 from upweight.rollout.messages import DatasetFailed, TasksDrawn
 
@@ -31,15 +32,17 @@ class DatasetFeeder(threading.Thread):
     def run(self) -> None:
         while (n := self._requests.get()) is not None:
             try:
-                specs = self._draw(n)
+                specs, state = self._draw(n)
             except Exception as error:  # noqa: BLE001 (raised again from run())
                 self._output.put(DatasetFailed(error))
                 return
-            self._output.put(TasksDrawn(specs, ended=not specs))
+            self._output.put(TasksDrawn(specs, not specs, state))
 
-    def _draw(self, n: int) -> list[Any]:
+    def _draw(self, n: int) -> tuple[list[Any], Any]:
+        """Tasks, and the dataset's state before it was asked for them; None if they were left from an earlier draw."""
         specs = list(islice(self._left, n))
-        if not specs:
-            self._left = iter(self._dataset.sample(n))
-            specs = list(islice(self._left, n))
-        return specs
+        if specs:
+            return specs, None
+        state = self._dataset.state() if has_cursor(self._dataset) else None
+        self._left = iter(self._dataset.sample(n))
+        return list(islice(self._left, n)), state

@@ -10,10 +10,11 @@ from upweight.rollout.models import JobStatusUpdate, RolloutException, RolloutRe
 
 @dataclass
 class TasksDrawn:
-    """Answer to one request to the dataset; `ended` = it gave nothing."""
+    """Answer to one request to the dataset; `ended` = it gave nothing. `state`: its cursor before it was asked."""
 
     specs: list[Any]
     ended: bool = False
+    state: Any = None
 
 
 @dataclass

@@ -26,6 +26,7 @@ from upweight.api_client.models.rl_job import JobStatus
 from upweight.rollout import messages
 from upweight.rollout.config import RolloutConfig
 from upweight.rollout.context import RolloutContext
+from upweight.rollout.cursor import DataCursor
 from upweight.rollout.dataset import DatasetProtocol
 from upweight.rollout.dispatcher import DEFAULT_QUEUE_GET_TIMEOUT, RolloutDispatcher
 from upweight.rollout.evaluation import EvaluationSchedule, Evaluator
@@ -67,13 +68,16 @@ class Run:
         queue: Queue[Any],
         publish: Callable[[RunProgress], None],
         evaluation: EvaluationPlan | None = None,
+        cursor: DataCursor | None = None,
     ) -> None:
         self._api, self._config, self._rollout_fn, self._dataset = api_client, config, rollout_fn, dataset
         self._stopping, self._queue, self._publish = stopping, queue, publish
         self._began = time.monotonic()
         self._context = RolloutContext(config, api_client)
         self._tasks: Queue[Any] = Queue()
-        self._drawn: deque[Any] = deque()
+        self._cursor = cursor or DataCursor(dataset, config.spool_dir, config.job_id)
+        self._drawn: deque[tuple[int, Any]] = deque()  # numbers and tasks
+        self._numbers: dict[str, int] = {}  # of tasks in flight or buffered
         self._counts = GroupCounts()
         self._dropped_samples = 0
         self._is_drawing = self._dataset_ended = False
@@ -125,6 +129,7 @@ class Run:
         self._filled, self._open_samples = divmod(position, plan.batch_size)
         self._scheduler = make_scheduler(self._config, self._num_batches, position, status)
         self._uploader = Uploader(self._api, plan, position, self._queue, spool, opened=opened)
+        self._cursor.rewind()
         self._feeder = DatasetFeeder(self._dataset, self._queue)
         self._tracker = JobStatusTracker(
             self._config.job_id,
@@ -159,8 +164,11 @@ class Run:
             if reason is not None and self._is_evaluated:
                 return reason
             self._watch.check(cause, self._config.no_progress_timeout, self._stalled)
-            for message in self._next_messages():
-                self._handle(message)
+            try:
+                for message in self._next_messages():
+                    self._handle(message)
+            finally:
+                self._cursor.save()
 
     def _next_messages(self) -> list[messages.RolloutRunnerInputs]:
         """All news that are there, after waiting for the first; none if nothing came in time."""
@@ -239,7 +247,8 @@ class Run:
         version = self._scheduler.inference_version
         starting = [self._drawn.popleft() for _ in range(min(wanted, len(self._drawn)))]
         if starting and version is not None:
-            tasks: list[Task[Any]] = [Task(spec=spec, starting_inference_version=version) for spec in starting]
+            tasks: list[Task[Any]] = [Task(spec=spec, starting_inference_version=version) for _, spec in starting]
+            self._numbers.update((task.id, number) for task, (number, _) in zip(tasks, starting, strict=True))
             self._scheduler.add_tasks(tasks)
             self._counts.started += len(tasks)
             self._watch.note_progress()
@@ -259,9 +268,9 @@ class Run:
                 self._on_exception(message)
             case JobStatusUpdate(inference_version=version):
                 self._on_version(version)
-            case messages.TasksDrawn(specs=specs, ended=ended):
+            case messages.TasksDrawn(specs=specs, ended=ended, state=state):
                 self._is_drawing = False
-                self._drawn.extend(specs)
+                self._drawn.extend(self._cursor.number(specs, state))
                 self._dataset_ended = ended
                 self._watch.note_progress()
             case messages.DatasetFailed(exception=error):
@@ -293,6 +302,7 @@ class Run:
         if result.error is not None or group.is_rejected:
             self._count_loss(result.error)
             self._scheduler.remove_task(task.id)
+            self._settle(task.id)
         else:
             stamp = result.starting_inference_version
             reported = reported_version(group.samples)
@@ -301,6 +311,8 @@ class Run:
             wire = [to_wire(sample, task_id=task.id, version=version) for sample in group.samples]
             self._scheduler.add_sample_group(task.id, wire)
         self._hand_over()
+        if not self._scheduler.buffered_groups:  # accepted, or else dropped
+            self._settle(task.id)
 
     def _on_exception(self, message: RolloutException) -> None:
         self._counts.retries += message.retries
@@ -337,11 +349,19 @@ class Run:
         if ready:
             self._watch.note_accepted()
             self._uploader.put(ready)
+            for task_id in {sample.debug_info["task_id"] for sample in ready}:
+                self._settle(task_id)
         if self._scheduler.dropped_groups > self._counts.dropped_stale:
             logger.info("%d groups were dropped as too stale so far", self._scheduler.dropped_groups)
         self._counts.accepted = self._scheduler.accepted_groups
         self._counts.dropped_stale = self._scheduler.dropped_groups
         self._counts.surplus = self._scheduler.surplus_groups
+
+    def _settle(self, task_id: str) -> None:
+        """The task is done with: a resumed run need not draw it again."""
+        number = self._numbers.pop(task_id, None)
+        if number is not None:
+            self._cursor.settle(number)
 
     # -- waiting
 

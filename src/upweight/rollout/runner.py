@@ -9,9 +9,11 @@ from typing import Any
 
 from upweight.api_client import TokenFactory
 from upweight.rollout.config import RolloutConfig, check_config
+from upweight.rollout.cursor import DataCursor
 from upweight.rollout.dataset import DatasetProtocol
 from upweight.rollout.dispatcher import DEFAULT_QUEUE_GET_TIMEOUT, RolloutDispatcher
 from upweight.rollout.messages import RolloutRunnerInputs, WakeUp
+from upweight.rollout.progress import KINDS, ProgressKind, Show, reporting
 from upweight.rollout.run import EvaluationPlan, Run
 from upweight.rollout.signals import stop_on_signals
 from upweight.rollout.summary import RunProgress, RunSummary
@@ -37,6 +39,8 @@ class RolloutRunner:
         eval_dataset: held-out tasks, gone through in full by each evaluation.
         eval_every: versions between two evaluations; None = only at both ends of the run.
         eval_fn: called as `eval_fn(task=…, context=…)`, returns scores by name; their means are posted to the job.
+        progress: "rich" (a live line) or "plain" lines on standard error, "log" (INFO records), "none", or "auto": "rich"
+            where standard error is a terminal, else "log".
 
     Raises:
         pydantic.ValidationError: the config is out of range.
@@ -52,8 +56,12 @@ class RolloutRunner:
         eval_dataset: Iterable[Any] | None = None,
         eval_every: int | None = None,
         eval_fn: Callable[..., Any] | None = None,
+        progress: ProgressKind = "auto",
     ) -> None:
         check_config(config)
+        if progress not in KINDS:
+            raise ValueError(f"progress is {progress!r}; it must be one of {', '.join(KINDS)}")
+        self._progress_kind: ProgressKind = progress
         if (eval_dataset is None) != (eval_fn is None) or (eval_every is not None and eval_every < 1):
             raise ValueError("Evaluation needs eval_dataset and eval_fn, and eval_every ≥ 1 or None")
         self._evaluation = (
@@ -65,9 +73,11 @@ class RolloutRunner:
         self._config = config
         self._rollout_fn = rollout_fn
         self._dataset = dataset
+        self._cursor = DataCursor(dataset, config.spool_dir, config.job_id)
         self._stopping = threading.Event()
         self._queue: Queue[Any] = Queue()
         self._progress: RunProgress | None = None
+        self._show: Show = lambda progress: None
         self._stopped_by: str | None = None
 
     def run(self) -> RunSummary:
@@ -86,9 +96,11 @@ class RolloutRunner:
             self._queue,
             self._publish,
             self._evaluation,
+            self._cursor,
         )
         try:
-            with stop_on_signals(self._stop_by_signal):
+            kind, job_id = self._progress_kind, self._config.job_id
+            with stop_on_signals(self._stop_by_signal), reporting(kind, job_id) as self._show:
                 summary = run.execute()
             if self._stopped_by is not None and summary.reason == "stopped":
                 summary.reason = f"stopped by {self._stopped_by}"
@@ -108,6 +120,7 @@ class RolloutRunner:
 
     def _publish(self, progress: RunProgress) -> None:
         self._progress = progress
+        self._show(progress)
 
     def _stop_by_signal(self, name: str) -> None:
         # Runs inside a signal handler: setting an event is safe there, a queue's lock might be held.
