@@ -9,20 +9,19 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import Command
-from upweight.demo.record import RunRecord
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES])
 def test_a_full_or_closed_disk_is_one_line(
-    upweight: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_model_folder: Path, number: int
+    upweight: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: int
 ) -> None:
     monkeypatch.setenv("UPWEIGHT_HOME", str(tmp_path))
 
-    def full(*_: object) -> None:
+    def full(*_: object, **__: object) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(RunRecord, "save", full)
-    done = upweight("demo", "--model", str(tiny_model_folder))
+    monkeypatch.setattr("upweight.demo.entry.run_demo", full)
+    done = upweight("demo")
     assert done.code == 1
     reason = f"{tmp_path} cannot be written ({os.strerror(number)}): free or allow it, or set UPWEIGHT_HOME"
     assert done.err.strip() == f"error: {reason}"

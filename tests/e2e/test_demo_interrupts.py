@@ -72,3 +72,49 @@ def test_killed_demo_leaves_no_server_behind(tmp_path: Path, tiny_model_folder: 
     process.communicate(timeout=10)
     _, alive = psutil.wait_procs(children, timeout=10)
     assert alive == []
+
+
+def test_a_second_demo_in_one_home_is_refused_and_disturbs_nothing(tmp_path: Path, tiny_model_folder: Path) -> None:
+    first = start(tmp_path, "--model", str(tiny_model_folder), "--steps", "2")
+    read_until(first, "loading the model")
+    record = (tmp_path / "demo" / "run.json").read_bytes()
+    second = start(tmp_path, "--model", str(tiny_model_folder), "--steps", "7")
+    output, _ = second.communicate(timeout=60)
+    assert (second.returncode, output.strip()) == (
+        1,
+        f"error: another demo runs in {tmp_path}; wait for it, or set UPWEIGHT_HOME",
+    )
+    assert (tmp_path / "demo" / "run.json").read_bytes() == record
+    first.kill()
+    first.communicate(timeout=10)
+    resumed = start(tmp_path, "--resume")  # at once: the server of the killed one is still ending
+    read_until(resumed, "loading the model")
+    resumed.kill()
+    resumed.communicate(timeout=10)
+
+
+def test_a_closed_output_and_one_that_is_not_utf8_are_no_reason_to_fail(
+    tmp_path: Path, tiny_model_folder: Path
+) -> None:
+    odd = {"PYTHONUTF8": "0", "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0"}
+    environment = {**os.environ, "UPWEIGHT_HOME": str(tmp_path), **odd}
+    arguments = ["--model", str(tiny_model_folder), "--steps", "1"]
+    process = subprocess.Popen(
+        [*COMMAND, *arguments], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    assert process.stdout is not None
+    told = b""
+    while b"loading the model" not in told:
+        told += process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    rest, _ = process.communicate(timeout=15)
+    assert process.returncode == 130
+    assert b"Error" not in told + rest
+    closed = subprocess.run(
+        ["sh", "-c", 'exec "$@" >&-', "sh", *COMMAND, "--resume", "--model", "x"],
+        env={**environment, "UPWEIGHT_HOME": str(tmp_path / "other")},
+        stderr=subprocess.PIPE,
+        timeout=60,
+        check=False,
+    )
+    assert closed.stderr.decode().strip().startswith("error: there is no run to resume")

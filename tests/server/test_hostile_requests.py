@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import socket
+import time
 from typing import Any
 
 import pytest
-from server_harness import Running, Start, sample
+from server_harness import KEY, Running, Start, sample
 
 JOBS = "/v1/fine_tuning/jobs"
 HUGE = 10**400
@@ -77,3 +79,16 @@ def test_numbers_beyond_float32_are_refused_or_not_averaged(start: Start) -> Non
         body = json.dumps({"samples": [sample(name)]}).replace('"reward": 0.5', f'"reward": {reward}')
         assert server.http.post(server.rl(job, "batches/0/samples"), content=body).status_code == 200
     assert server.wait_status(job, "succeeded")["ledger"]["trained"] == 2
+
+
+def test_a_client_that_goes_away_in_its_body_is_no_error_of_the_server(
+    shared: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    url = shared.http.base_url
+    head = f"POST {JOBS} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\ncontent-length: 99\r\n\r\n" + '{"a'
+    with socket.create_connection((url.host, url.port or 80)) as connection:
+        connection.sendall(head.encode())
+        time.sleep(0.2)
+    time.sleep(0.3)
+    assert shared.http.get("/healthz").status_code == 200
+    assert "Traceback" not in caplog.text

@@ -7,6 +7,7 @@ Invariants
 """
 
 import errno
+import io
 import os
 import sys
 from pathlib import Path
@@ -39,6 +40,7 @@ _LOCAL_PACKAGES |= {"fastapi", "starlette", "uvicorn", "sqlalchemy", "psutil"}
 
 def main() -> None:
     """Entry point of the command; ends the process with its exit code."""
+    _mend_streams()
     try:
         app()
     except UpweightError as error:
@@ -52,6 +54,16 @@ def main() -> None:
         if (error.name or "").partition(".")[0] not in _LOCAL_PACKAGES:
             raise
         _fail(error, f"{error.name} is not installed: pip install 'upweight[local]'")
+
+
+def _mend_streams() -> None:
+    """A closed stream swallows what is printed, and one that is not UTF-8 gets '?' for what it cannot hold."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - for the rest of the process
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 def _fail(error: Exception, message: str) -> NoReturn:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import signal
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -18,9 +17,10 @@ from upweight.demo.display import Display, clock
 from upweight.demo.monitor import Monitor
 from upweight.demo.record import DemoOptions
 from upweight.demo.report import Report, as_dict
-from upweight.demo.run import DemoRun, prepare_home, start_record
+from upweight.demo.run import DemoRun, alone_in, prepare_home, start_record
 
 STOPPED = 130
+STOP_PATIENCE = 10.0  # seconds
 
 
 def run_demo(options: DemoOptions, home: Path, *, resume: bool = False, as_json: bool = False) -> int:
@@ -29,6 +29,11 @@ def run_demo(options: DemoOptions, home: Path, *, resume: bool = False, as_json:
     Raises errors of the `UpweightError` tree for what cannot work.
     """
     prepare_home(home)
+    with alone_in(home, patience=STOP_PATIENCE if resume else 0.0):
+        return _run_demo(options, home, resume=resume, as_json=as_json)
+
+
+def _run_demo(options: DemoOptions, home: Path, *, resume: bool, as_json: bool) -> int:
     _log_to(home / "logs" / "demo.log")
     console = Console(stderr=as_json, highlight=False)
     record = start_record(home, options, resume=resume)
@@ -103,4 +108,3 @@ def _log_to(path: Path) -> None:
     root.handlers[:] = [handler]
     root.setLevel(logging.INFO)
     root.propagate = False
-    sys.stdout.flush()

@@ -8,6 +8,7 @@ planned number of batches.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
@@ -17,6 +18,8 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -32,8 +35,9 @@ from upweight.demo.report import Report, make_report
 from upweight.demo.rollout import roll_out_sum
 from upweight.demo.server_process import ServerProcess
 from upweight.demo.sums import SumDataset, SumTask, split_tasks
-from upweight.errors import ConfigError, ServerError, UpweightError
+from upweight.errors import ConfigError, ServerError, StoreError, UpweightError
 from upweight.rollout import RolloutConfig, RolloutContext, RolloutRunner
+from upweight.server.home import Home
 from upweight.weights.source import resolve
 
 log = logging.getLogger(__name__)
@@ -252,6 +256,33 @@ def prepare_home(home: Path) -> None:
         probe.unlink()
     except OSError as error:
         raise ServerError(f"home folder {home} is not writable ({error.strerror}); set UPWEIGHT_HOME") from error
+
+
+@contextmanager
+def alone_in(home: Path, *, patience: float = 0.0) -> Iterator[None]:
+    """Holds the home for this demo, before anything of an earlier run is touched.
+
+    `StoreError` when somebody else uses it, after `patience` seconds in which the server of a killed demo may end.
+    """
+    with (home / "demo.lock").open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise StoreError(f"another demo runs in {home}; wait for it, or set UPWEIGHT_HOME") from error
+        _await_no_server(Home(home), time.monotonic() + patience)
+        yield
+
+
+def _await_no_server(home: Home, end: float) -> None:
+    while True:
+        try:
+            home.lock()
+        except StoreError:
+            if time.monotonic() >= end:
+                raise
+            time.sleep(POLL)
+        else:
+            return home.unlock()
 
 
 def _status(job: Any) -> str:

@@ -9,6 +9,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from sqlalchemy.exc import OperationalError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from upweight.errors import StoreError
 from upweight.server.ascii_json import AsciiJSON
@@ -63,6 +64,10 @@ def install(app: FastAPI) -> None:
             for e in error.errors()
         ]
         return answer(request, 422, items)
+
+    @app.exception_handler(ClientDisconnect)
+    async def _gone(request: Request, error: ClientDisconnect) -> AsciiJSON:
+        return answer(request, 499, "the client went away before its request was read")  # for nobody: not a bug of ours
 
     @app.exception_handler(StoreError)
     @app.exception_handler(OperationalError)

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
@@ -42,7 +42,7 @@ def make_app(core: WorkerCore) -> Starlette:
             Route("/openai/v1/chat/completions", handlers.chat, methods=["POST"]),
             Route("/openai/v1/completions", handlers.text, methods=["POST"]),
         ],
-        exception_handlers={Exception: _unexpected, UpweightError: _refused},
+        exception_handlers={Exception: _unexpected, UpweightError: _refused, ClientDisconnect: _gone},
     )
 
 
@@ -207,6 +207,10 @@ def _refused(request: Request, error: Exception) -> Response:
     if isinstance(error, EngineBusy):
         return _error(429, str(error), None, {"retry-after": "1"})
     return _error(503 if isinstance(error, EngineError) else 500, str(error), None)
+
+
+def _gone(request: Request, error: Exception) -> Response:
+    return Response(status_code=499)
 
 
 def _unexpected(request: Request, error: Exception) -> Response:
