@@ -102,7 +102,7 @@ def test_quick_start(place: Place, tmp_path: Path) -> None:
     place.shell(f"{chat} --prompt Hello --max-tokens 4", tmp_path)
 
 
-@pytest.mark.parametrize("name", ["evaluate", "asynchronous"])
+@pytest.mark.parametrize("name", ["evaluate", "asynchronous", "turns"])
 def test_rollout_programs_train_two_versions(name: str, place: Place, tmp_path: Path) -> None:
     job = place.finished(place.run(programs(ROLLOUTS)[name], CREATE, tmp_path))
     assert (job["job_status"], job["version"]) == ("succeeded", 2)
@@ -123,6 +123,6 @@ def test_every_program_is_run_above() -> None:
     found = {(page.name, name) for page in (README, JOBS, ROLLOUTS) for name in programs(page)}
     part = {("rollouts.md", "group")}  # the beginning of the two others of its page
     run = {("README.md", "quick_start"), ("jobs.md", "create")}
-    run |= {("rollouts.md", "evaluate"), ("rollouts.md", "asynchronous")}
+    run |= {("rollouts.md", "evaluate"), ("rollouts.md", "asynchronous"), ("rollouts.md", "turns")}
     assert found == run | part
     assert not any(programs(page) for page in (ROOT / "docs").glob("*.md") if page not in (JOBS, ROLLOUTS))

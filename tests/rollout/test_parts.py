@@ -285,3 +285,39 @@ def test_reported_version_is_the_smallest_one():
     infos = [{"inference_version": 4}, {"inference_version": 5, "token_inference_versions": [3, 4]}, None]
     assert reported_version([helpers.good_sample(debug_info=info) for info in infos]) == 3
     assert reported_version([helpers.good_sample()]) is None
+
+
+@pytest.mark.parametrize("field", ["token_ids", "logprobs", "mask"])
+@pytest.mark.parametrize("bad", [2**40, -1, 0.5, float("nan"), "1", None])
+def test_one_bad_number_among_many_is_found(field: str, bad: object) -> None:
+    """Whatever passes the check can be turned into a wire sample; whatever cannot is refused with the field's name."""
+    sample = helpers.good_sample(token_ids=[1] * 50, logprobs=[-0.5] * 50, mask=[1] * 50)
+    getattr(sample, field)[17] = bad
+    fine = field == "logprobs" and bad in (2**40, -1, 0.5)
+    if fine:
+        check_group("t", SampleGroup(samples=[sample]), 1)
+        assert to_wire(sample, task_id="t", version=0).logprobs[17] == bad
+    else:
+        with pytest.raises(RolloutValidationError, match=field):
+            check_group("t", SampleGroup(samples=[sample]), 1)
+
+
+def test_scalars_of_other_libraries_become_plain_numbers() -> None:
+    np = pytest.importorskip("numpy")
+    sample = helpers.good_sample(
+        token_ids=np.array([1, 2]),
+        logprobs=np.array([0, -0.5], np.float32),
+        mask=np.array([0, 1]),
+        normalized_reward=np.float32(1),
+    )
+    check_group("t", SampleGroup(samples=[sample]), 1)
+    wire = to_wire(sample, task_id="t", version=3)
+    assert [(type(v), v) for v in (*wire.token_ids, *wire.mask, *wire.logprobs, wire.normalized_reward)] == [
+        (int, 1),
+        (int, 2),
+        (int, 0),
+        (int, 1),
+        (float, 0.0),
+        (float, -0.5),
+        (float, 1.0),
+    ]

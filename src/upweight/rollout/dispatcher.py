@@ -21,18 +21,19 @@ from dataclasses import dataclass
 from queue import Empty, Full, Queue, SimpleQueue
 from typing import Any
 
-from upweight.errors import RolloutError
 from upweight.rollout.config import ExecutorType
 from upweight.rollout.exceptions import RolloutTimeout, WorkerDied, WorkerPoolBroken
 from upweight.rollout.messages import Broken
 from upweight.rollout.models import RolloutException, RolloutResult, SampleGroup, Task
 from upweight.rollout.processes import InProcess, pickled_call
+from upweight.rollout.ray_actors import ray_executors
 from upweight.rollout.workers import Executor, InThread, Outcome, RolloutCall, WorkerPool
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_QUEUE_GET_TIMEOUT = 0.1
 MAX_BACKOFF_S = 5.0
+START_LIMIT_S = 120.0  # a worker may take this long to start before the time limit of a rollout begins
 
 
 @dataclass
@@ -162,8 +163,9 @@ class RolloutDispatcher(threading.Thread):
             return
         now = time.monotonic()
         for attempt_id, attempt in list(self._running.items()):
-            elapsed = now - attempt.started
-            if elapsed > self._timeout:
+            began = self._pool.began(attempt_id)
+            elapsed, limit = now - (began or attempt.started), self._timeout + (0.0 if began else START_LIMIT_S)
+            if elapsed > limit:
                 del self._running[attempt_id]
                 self._pool.abandon(attempt_id)
                 message = f"Task {attempt.task.id}: the rollout took longer than {self._timeout} s ({elapsed:.1f} s)"
@@ -204,4 +206,4 @@ def _executor_factory(call: RolloutCall, kind: ExecutorType, start_method: str) 
     if kind is ExecutorType.PROCESS:
         payload = pickled_call(call)
         return lambda: InProcess(payload, start_method)
-    raise RolloutError(f"executor_type {kind.value!r} needs the extra: pip install 'upweight[ray]'")
+    return ray_executors(call)

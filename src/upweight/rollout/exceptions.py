@@ -62,7 +62,8 @@ class WorkerDied(RolloutError):
     """A process worker ended while a rollout was inside it."""
 
     def __init__(self, exit_code: int | None) -> None:
-        super().__init__(f"the worker process died with exit code {exit_code}")
+        how = "" if exit_code is None else f" with exit code {exit_code}"
+        super().__init__(f"the worker process died{how}")
         self.exit_code = exit_code
 
 

@@ -7,6 +7,7 @@ import pickle
 import signal
 import threading
 import traceback
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -19,7 +20,7 @@ _starting = threading.Lock()  # with fork, a child started at the same time woul
 EXIT_GRACE_S = 1.0
 
 
-def pickled_call(call: RolloutCall) -> bytes:
+def pickled_call(call: RolloutCall, dumps: Callable[[Any], bytes] = pickle.dumps) -> bytes:
     """The call as it is sent to children.
 
     Raises:
@@ -32,13 +33,13 @@ def pickled_call(call: RolloutCall) -> bytes:
     }
     for name, part in parts.items():
         try:
-            pickle.dumps(part)
+            dumps(part)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise TypeError(
                 f"{name} {part!r} cannot be sent to a worker process: {error}; define it at the top of a module, "
                 "or use executor_type='thread'"
             ) from error
-    return pickle.dumps(call)
+    return dumps(call)
 
 
 class InProcess:
@@ -51,8 +52,16 @@ class InProcess:
         self._pipe: Connection | None = None
         self._killed = False
 
+    def prepare(self) -> None:
+        if self._pipe is None:
+            try:
+                self._start_child().recv()  # it is ready
+            except (EOFError, OSError):
+                raise WorkerDied(self._bury()) from None
+
     def run(self, task: Task[Any]) -> Any:
-        pipe = self._ensure_child()
+        pipe = self._pipe
+        assert pipe is not None, "prepare() comes first"
         try:
             pipe.send(task)
             result, error, text = pipe.recv()
@@ -77,18 +86,17 @@ class InProcess:
             self._process.kill()
             self._bury()
 
-    def _ensure_child(self) -> Connection:
-        if self._pipe is None:
-            with _starting:
-                self._pipe, theirs = self._mp.Pipe()
-                process = self._mp.Process(
-                    target=child_main, args=(theirs, self._payload), name="rollout-worker", daemon=True
-                )
-                process.start()
-                theirs.close()
-            self._process = process
-            if self._killed:  # given up while it was starting
-                process.kill()
+    def _start_child(self) -> Connection:
+        with _starting:
+            self._pipe, theirs = self._mp.Pipe()
+            process = self._mp.Process(
+                target=child_main, args=(theirs, self._payload), name="rollout-worker", daemon=True
+            )
+            process.start()
+            theirs.close()
+        self._process = process
+        if self._killed:  # given up while it was starting
+            process.kill()
         return self._pipe
 
     def _bury(self) -> int | None:
@@ -106,15 +114,17 @@ def child_main(pipe: Connection, payload: bytes) -> None:
     """Loop of a child: ends when the parent closes the pipe or dies."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
     call: RolloutCall = pickle.loads(payload)
+    pipe.send(None)
     while True:
         try:
             task = pipe.recv()
         except EOFError:
             return
-        pipe.send(_attempt(call, task))
+        pipe.send(attempt(call, task))
 
 
-def _attempt(call: RolloutCall, task: Task[Any]) -> tuple[Any, BaseException | None, str]:
+def attempt(call: RolloutCall, task: Task[Any]) -> tuple[Any, BaseException | None, str]:
+    """(result, error, its traceback); runs in the worker, and what it returns can be pickled."""
     try:
         result = call(task)
         pickle.dumps(result)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -54,6 +55,9 @@ class Outcome:
 class Executor(Protocol):
     """Runs attempts for one worker thread."""
 
+    def prepare(self) -> None:
+        """Start what a run needs, before the time limit begins; raises if that fails."""
+
     def run(self, task: Task[Any]) -> Any: ...
     def kill(self) -> None:
         """Make a running `run` fail soon, where that is possible; called from another thread."""
@@ -67,6 +71,9 @@ class InThread:
 
     def __init__(self, call: RolloutCall) -> None:
         self._call = call
+
+    def prepare(self) -> None:
+        """A thread is there at once."""
 
     def run(self, task: Task[Any]) -> Any:
         return self._call(task)
@@ -95,6 +102,8 @@ class _Worker(threading.Thread):
 
     def _attempt(self, attempt_id: int, task: Task[Any]) -> Outcome:
         try:
+            self.executor.prepare()
+            self._pool.note_begin(attempt_id)
             return Outcome(attempt_id, self.executor.run(task))
         except BaseException as error:  # noqa: BLE001 (sys.exit() in a rollout is a failed rollout too)
             text = getattr(error, "remote_traceback", None) or traceback.format_exc()
@@ -110,6 +119,7 @@ class WorkerPool:
         self._lock = threading.Lock()
         self._idle: list[_Worker] = []
         self._busy: dict[int, _Worker] = {}
+        self._began: dict[int, float] = {}
         self._closed = False
 
     def submit(self, attempt_id: int, task: Task[Any]) -> None:
@@ -122,9 +132,20 @@ class WorkerPool:
             self._busy[attempt_id] = worker
         worker.inbox.put((attempt_id, task))
 
+    def began(self, attempt_id: int) -> float | None:
+        """Monotonic time at which the rollout was called; None while its worker is starting."""
+        with self._lock:
+            return self._began.get(attempt_id)
+
+    def note_begin(self, attempt_id: int) -> None:
+        with self._lock:
+            if attempt_id in self._busy:
+                self._began[attempt_id] = time.monotonic()
+
     def abandon(self, attempt_id: int) -> None:
         """Forget a running attempt; its worker ends, at once if it can be killed."""
         with self._lock:
+            self._began.pop(attempt_id, None)
             worker = self._busy.pop(attempt_id, None)
         if worker is not None:
             worker.executor.kill()
@@ -132,6 +153,7 @@ class WorkerPool:
     def finish(self, worker: _Worker, outcome: Outcome) -> bool:
         """Called by workers; False tells the worker to end."""
         with self._lock:
+            self._began.pop(outcome.attempt_id, None)
             if self._busy.pop(outcome.attempt_id, None) is None:
                 return False
             if not self._closed:
