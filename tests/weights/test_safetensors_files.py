@@ -142,3 +142,10 @@ def test_other_dtypes_are_refused(tmp_path: Path) -> None:
     save_file({"w": np.ones(2, np.int8)}, tmp_path / "model.safetensors")
     with pytest.raises(UnsupportedModel, match="I8"):
         list(read_tensors(tmp_path))
+
+
+def test_weights_are_as_readable_as_the_other_files(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    write_folder(folder, {"model_type": "llama"}, [("w", np.ones(3, np.float32))], None)
+    modes = {file.name: file.stat().st_mode & 0o777 for file in folder.iterdir()}
+    assert len(set(modes.values())) == 1, modes

@@ -65,6 +65,8 @@ def write_folder(
         if tokenizer is not None:
             tokenizer.save(partial)
         partial.chmod(0o777 & ~_umask())
+        for file in partial.iterdir():  # safetensors makes its files private
+            file.chmod(0o666 & ~_umask())
         _flush_to_disk(partial)
         _put_in_place(partial, target)
     finally:
