@@ -90,6 +90,7 @@ def test_coroutines_grade_without_blocking_their_loop(pool: GraderPool) -> None:
     assert ticks > 10
 
 
+@pytest.mark.ci
 def test_what_a_grader_started_is_killed_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRADER_PID_FILE", str(tmp_path / "pid"))
     with GraderPool(by_order, workers=1, timeout=1.5) as pool:
@@ -138,6 +139,7 @@ def test_errors_can_be_raised_and_bad_use_is_named() -> None:
     assert GraderCounts(1, 2, 3, 4).total == 10
 
 
+@pytest.mark.ci
 def test_a_hanging_grader_does_not_outlive_a_killed_run() -> None:
     script = (
         "import sys; from upweight.rollout.graders import GraderPool\n"
