@@ -12,6 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from upweight.demo.record import load_record
+
 # A tiny random model never earns a reward: all its groups are rejected and training waits for the first batch.
 COMMAND = [sys.executable, "-m", "upweight.cli", "demo", "--seed", "1"]
 
@@ -77,14 +79,17 @@ def test_killed_demo_leaves_no_server_behind(tmp_path: Path, tiny_model_folder: 
 def test_a_second_demo_in_one_home_is_refused_and_disturbs_nothing(tmp_path: Path, tiny_model_folder: Path) -> None:
     first = start(tmp_path, "--model", str(tiny_model_folder), "--steps", "2")
     read_until(first, "loading the model")
-    record = (tmp_path / "demo" / "run.json").read_bytes()
+    record = load_record(tmp_path)
     second = start(tmp_path, "--model", str(tiny_model_folder), "--steps", "7")
     output, _ = second.communicate(timeout=60)
     assert (second.returncode, output.strip()) == (
         1,
         f"error: another demo runs in {tmp_path}; wait for it, or set UPWEIGHT_HOME",
     )
-    assert (tmp_path / "demo" / "run.json").read_bytes() == record
+    after = load_record(tmp_path)
+    assert record is not None
+    assert after is not None
+    assert (after.run_id, after.options, after.batches) == (record.run_id, record.options, 2)
     first.kill()
     first.communicate(timeout=10)
     resumed = start(tmp_path, "--resume")  # at once: the server of the killed one is still ending

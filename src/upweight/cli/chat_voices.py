@@ -144,7 +144,7 @@ def _wait_until_served(client: TokenFactory, job_id: str) -> None:
     from upweight.cli.job_screens import OVER
 
     told = ""
-    while (progress := get_progress(client, job_id, since=2**31))["inference_version"] is None:
+    while (progress := get_progress(client, job_id, since=2**31 - 1))["inference_version"] is None:
         if progress["job_status"] in OVER:
             raise ServerError(f"job {job_id} {progress['job_status']} before it served a version")
         text = f"loading… job {job_id} is {progress['job_status']}: {progress['reason'] or 'no reason given'}"
