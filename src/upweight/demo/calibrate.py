@@ -77,10 +77,10 @@ def _batch(prompts: list[list[int]], outputs: list[Any], rewards: list[list[floa
         mask=np.concatenate([np.array(row, np.uint8) for row in masks]),
         reward=np.array(flat, np.float32),
         group=np.repeat(np.arange(len(rewards), dtype=np.int32), len(rewards[0])),
-        temperature=np.ones(count, np.float32),
+        temperature=np.ones(total, np.float32),
         raw_logprobs=np.full(total, np.nan, np.float32),
         versions=np.full(total, -1, np.int32),
-        filtered=np.zeros(count, np.uint8),
+        filtered=np.zeros(total, np.uint8),
         matched=np.ones(count, np.uint8),
     )
 
