@@ -22,6 +22,7 @@ from queue import Empty, Full, Queue, SimpleQueue
 from typing import Any
 
 from upweight.rollout.config import ExecutorType
+from upweight.rollout.event_loop import EventLoopPool, is_async
 from upweight.rollout.exceptions import RolloutTimeout, WorkerDied, WorkerPoolBroken
 from upweight.rollout.messages import Broken
 from upweight.rollout.models import RolloutException, RolloutResult, SampleGroup, Task
@@ -73,7 +74,11 @@ class RolloutDispatcher(threading.Thread):
     ) -> None:
         super().__init__(name="rollout-dispatcher", daemon=True)
         call = RolloutCall(rollout_fn, context, group_size)
-        self._pool = WorkerPool(_executor_factory(call, executor_type, process_start_method), self._tell)
+        self._pool: WorkerPool | EventLoopPool
+        if executor_type is ExecutorType.THREAD and is_async(rollout_fn):
+            self._pool = EventLoopPool(call, self._tell)
+        else:
+            self._pool = WorkerPool(_executor_factory(call, executor_type, process_start_method), self._tell)
         self._input, self._output = input_queue, output_queue
         self._workers = concurrent_workers
         self._max_retries = num_rollout_retries

@@ -1,0 +1,108 @@
+"""Runs `async def` rollouts, all on one event loop in a thread of its own: thousands in flight cost no threads.
+
+Invariants
+1. The outcome of an attempt is told exactly once, unless the attempt was abandoned: then never.
+2. Whatever a rollout raises, `sys.exit()` and cancellation included, ends that rollout alone.
+3. The loop's thread never keeps the interpreter alive.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from upweight.rollout.models import Task
+from upweight.rollout.validation import check_group
+from upweight.rollout.workers import Outcome, RolloutCall
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Whether calling it gives a coroutine: `async def`, a partial of one, or an object whose `__call__` is one."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+
+
+class EventLoopPool:
+    """The same interface as `WorkerPool`, for a call whose rollout function is async."""
+
+    def __init__(self, call: RolloutCall, on_outcome: Callable[[Outcome], None]) -> None:
+        self._call = call
+        self._on_outcome = on_outcome
+        self._lock = threading.Lock()
+        self._running: dict[int, asyncio.Task[None] | None] = {}
+        self._began: dict[int, float] = {}
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run_loop, name="rollout-loop", daemon=True)
+        self._thread.start()
+
+    def submit(self, attempt_id: int, task: Task[Any]) -> None:
+        with self._lock:
+            self._running[attempt_id] = None
+        self._loop.call_soon_threadsafe(self._start, attempt_id, task)
+
+    def began(self, attempt_id: int) -> float | None:
+        """Monotonic time at which the rollout was called; None before."""
+        with self._lock:
+            return self._began.get(attempt_id)
+
+    def abandon(self, attempt_id: int) -> None:
+        """Forget a running attempt; its rollout is cancelled."""
+        with self._lock:
+            self._began.pop(attempt_id, None)
+            work = self._running.pop(attempt_id, None)
+        if work is not None:
+            self._loop.call_soon_threadsafe(work.cancel)
+
+    def close(self, timeout: float) -> None:
+        """Cancel what runs and end the loop; a rollout that ignores its cancellation is left after `timeout` s."""
+        with self._lock:
+            self._running.clear()
+            self._began.clear()
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._end)
+            self._thread.join(timeout)
+
+    # ---- on the loop's thread --------------------------------------------------------------------------------------
+
+    def _run_loop(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+        self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+        self._loop.close()
+
+    def _end(self) -> None:
+        left = [task for task in asyncio.all_tasks(self._loop) if not task.done()]
+        for task in left:
+            task.cancel()
+        ending = asyncio.gather(*left, return_exceptions=True) if left else None
+        if ending is None:
+            self._loop.stop()
+        else:
+            ending.add_done_callback(lambda _: self._loop.stop())
+
+    def _start(self, attempt_id: int, task: Task[Any]) -> None:
+        work = self._loop.create_task(self._attempt(attempt_id, task))
+        with self._lock:
+            if attempt_id in self._running:
+                self._running[attempt_id] = work
+                self._began[attempt_id] = time.monotonic()
+                return
+        work.cancel()
+
+    async def _attempt(self, attempt_id: int, task: Task[Any]) -> None:
+        try:
+            result = await self._call.rollout_fn(task=task.spec, context=self._call.context)
+            if self._call.group_size is not None:
+                check_group(task.id, result, self._call.group_size)
+            outcome = Outcome(attempt_id, result)
+        except BaseException as error:  # noqa: BLE001 (sys.exit() in a rollout is a failed rollout too)
+            outcome = Outcome(attempt_id, error=error, traceback=traceback.format_exc())
+        with self._lock:
+            self._began.pop(attempt_id, None)
+            known = self._running.pop(attempt_id, self) is not self
+        if known:
+            self._on_outcome(outcome)

@@ -1,0 +1,115 @@
+"""Async rollouts share one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import sys
+import threading
+import time
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+
+from upweight.rollout.event_loop import EventLoopPool, is_async
+from upweight.rollout.models import Task
+from upweight.rollout.workers import Outcome, RolloutCall
+
+
+def pool_of(function: Any) -> tuple[EventLoopPool, SimpleQueue[Outcome]]:
+    outcomes: SimpleQueue[Outcome] = SimpleQueue()
+    return EventLoopPool(RolloutCall(function, None), outcomes.put), outcomes
+
+
+def test_thousands_in_flight_need_one_thread() -> None:
+    arrived = 0
+    open_gate = asyncio.Event()
+
+    async def rollout(task: int, context: Any) -> int:
+        nonlocal arrived
+        arrived += 1
+        if arrived == 3000:
+            open_gate.set()
+        await open_gate.wait()  # only all of them together get through
+        return task
+
+    before = threading.active_count()
+    pool, outcomes = pool_of(rollout)
+    for number in range(3000):
+        pool.submit(number, Task(spec=number, starting_inference_version=0))
+    results = sorted(outcomes.get(timeout=30).result for _ in range(3000))
+    assert threading.active_count() == before + 1
+    assert results == list(range(3000))
+    pool.close(5)
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("error", [ValueError("x"), SystemExit(3), asyncio.CancelledError(), KeyboardInterrupt()])
+def test_whatever_a_rollout_raises_is_its_own_failure(error: BaseException) -> None:
+    async def rollout(task: int, context: Any) -> int:
+        if task == 0:
+            raise error
+        await asyncio.sleep(0.05)
+        return task
+
+    pool, outcomes = pool_of(rollout)
+    pool.submit(0, Task(spec=0, starting_inference_version=0))
+    pool.submit(1, Task(spec=1, starting_inference_version=0))
+    first, second = outcomes.get(timeout=10), outcomes.get(timeout=10)
+    assert first.error is error
+    assert type(error).__name__ in first.traceback
+    assert second.result == 1
+    pool.close(5)
+
+
+def test_an_abandoned_rollout_is_cancelled_and_tells_nothing() -> None:
+    cancelled = threading.Event()
+
+    async def rollout(task: int, context: Any) -> int:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+        return task
+
+    pool, outcomes = pool_of(rollout)
+    pool.submit(7, Task(spec=7, starting_inference_version=0))
+    while pool.began(7) is None:
+        time.sleep(0.01)
+    pool.abandon(7)
+    assert cancelled.wait(5)
+    assert pool.began(7) is None
+    pool.close(5)
+    assert outcomes.empty()
+
+
+def test_closing_does_not_wait_for_rollouts_that_ignore_it() -> None:
+    async def stubborn(task: int, context: Any) -> None:
+        while True:
+            try:
+                await asyncio.sleep(0.2)
+            except asyncio.CancelledError:
+                if task == 1:
+                    return
+
+    pool, _ = pool_of(stubborn)
+    pool.submit(0, Task(spec=0, starting_inference_version=0))
+    time.sleep(0.1)
+    began = time.monotonic()
+    pool.close(0.3)
+    assert time.monotonic() - began < 2
+
+
+def test_what_counts_as_async() -> None:
+    async def function(task: int, context: Any) -> None: ...
+
+    class Callable_:
+        async def __call__(self, task: int, context: Any) -> None: ...
+
+    assert is_async(function)
+    assert is_async(functools.partial(function, context=None))
+    assert is_async(Callable_())
+    assert not is_async(lambda task, context: None)
+    assert not is_async(sys.exit)
