@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
 
 SMOLLM2 = Path(__file__).parent / "data" / "smollm2"
+
+# One compilation cache for all tests and the programs that they start: each XLA program is compiled once a checkout.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "jax"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
+
+# A run started in the background ignores SIGINT, and so would every program that the tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 
 TINY_CONFIG = {
     "architectures": ["LlamaForCausalLM"],

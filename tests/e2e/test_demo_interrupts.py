@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -18,10 +19,24 @@ from upweight.demo.record import load_record
 COMMAND = [sys.executable, "-m", "upweight.cli", "demo", "--seed", "1"]
 
 
+STARTED: list[subprocess.Popen[str]] = []
+
+
 def start(home: Path, *options: str) -> subprocess.Popen[str]:
     environment = {**os.environ, "UPWEIGHT_HOME": str(home)}
     command = [*COMMAND, *options]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    STARTED.append(process)
+    return process
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays() -> Iterator[None]:
+    yield
+    while STARTED:
+        process = STARTED.pop()
+        process.kill()
+        process.communicate()
 
 
 def read_until(process: subprocess.Popen[str], said: str) -> str:

@@ -192,12 +192,11 @@ def _loaded(target: str) -> Iterator[ModelVoice]:
     source = resolve(target)  # before the slow imports: a wrong name is told at once
     tell(f"loading… {source.name}")
     _quiet()
-    import jax
 
     from upweight.inference.engine import Engine
     from upweight.weights.loading import load_model
 
-    _keep_compiled(jax)
+    _keep_compiled()
     model = load_model(source)
     engine = Engine(model.config, model.params, model.tokenizer, max_rows=1).start()
     try:
@@ -218,7 +217,7 @@ def _quiet() -> None:
     logging.getLogger("jax").setLevel(logging.ERROR)
 
 
-def _keep_compiled(jax: Any) -> None:
+def _keep_compiled() -> None:
     """Programs are compiled once per home folder, as in the server's workers; without a writable one, each time."""
     folder = home().absolute() / "cache" / "compiled"
     try:
@@ -226,5 +225,6 @@ def _keep_compiled(jax: Any) -> None:
     except OSError as error:
         tell(f"{folder}: {error.strerror}; compiled programs are not kept")
         return
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+    from upweight.inference.compilation_cache import use_compilation_cache
+
+    use_compilation_cache(folder)

@@ -26,10 +26,9 @@ def main() -> None:
 
 
 def calibrate(options: DemoOptions, cache_folder: str) -> dict[str, float]:
-    import jax
+    from upweight.inference.compilation_cache import use_compilation_cache
 
-    jax.config.update("jax_compilation_cache_dir", cache_folder)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+    use_compilation_cache(cache_folder)
 
     from upweight.inference.engine import Engine
     from upweight.inference.types import SamplingParams

@@ -20,15 +20,14 @@ def main() -> None:
     logging.getLogger("jax").setLevel(logging.WARNING)
     threading.Thread(target=_die_with_parent, name="parent", daemon=True).start()
 
-    import jax
     import uvicorn
 
+    from upweight.inference.compilation_cache import use_compilation_cache
     from upweight.server.worker.app import make_app
     from upweight.server.worker.core import WorkerCore
 
     if spec.cache_folder:
-        jax.config.update("jax_compilation_cache_dir", spec.cache_folder)
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+        use_compilation_cache(spec.cache_folder)
     core = WorkerCore(spec)
     core.start()
     threading.Thread(target=_end_with_engine, args=(core,), name="engine-watch", daemon=True).start()
