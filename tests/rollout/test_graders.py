@@ -111,7 +111,7 @@ def test_closing_leaves_no_process_and_no_file_open() -> None:
     pool.close()
     assert not any(psutil.pid_exists(pid) for pid in pids)
     assert {child.pid for child in me.children()} == before
-    assert me.num_fds() == files
+    assert me.num_fds() <= files
     with pytest.raises(RuntimeError, match="closed"):
         pool.grade("ok")
 

@@ -80,7 +80,9 @@ class Running:
 
     def fill(self, job: str, index: int, count: int = 2) -> None:
         assert self.http.post(self.rl(job, "batches"), json={"index": index}).status_code == 200
-        answer = self.upload(job, index, [sample(f"s{index}-{i}") for i in range(count)])
+        # A task of its own for each batch: what a batch trains on does not depend on which others are stored already.
+        own = {"task_id": f"t{index}", "reward": 0.5}
+        answer = self.upload(job, index, [sample(f"s{index}-{i}", debug_info=own) for i in range(count)])
         assert answer.status_code == 200, answer.text
 
     def wait(self, job: str, condition: Callable[[dict[str, Any]], bool], seconds: float = 15) -> dict[str, Any]:
