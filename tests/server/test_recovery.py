@@ -150,7 +150,7 @@ def test_a_restarted_server_resumes_the_job_where_it_was(start: Start) -> None:
     first.fill(job, 0)
     first.wait(job, lambda p: p["inference_version"] == 1)
     first.http.post(first.rl(job, "batches"), json={"index": 1})
-    first.upload(job, 1, [sample("s1-0")])
+    first.upload(job, 1, [sample("s1-0", debug_info={"task_id": "t1", "reward": 0.5})])
     before = fingerprints(first, job)
     first.stop()
 
