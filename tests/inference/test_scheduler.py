@@ -168,3 +168,18 @@ def test_eviction_keeps_what_rows_use() -> None:
     assert len({pool.take() for _ in range(5)}) == 5
     with pytest.raises(IndexError):
         pool.take()
+
+
+def test_a_row_that_makes_room_itself_costs_no_other_row_its_pages() -> None:
+    scheduler = Scheduler(max_rows=2, num_pages=9)
+    old, young = row(0, [1, 2, 3], 9), row(1, [4, 5, 6], 9)
+    scheduler.add(old)
+    scheduler.add(young)
+    for _ in range(30):
+        plan = scheduler.plan()
+        for one in plan.decode:
+            assert len(one.pages) == len(one.tokens)
+            scheduler.advance(one, 9)
+            if len(one.tokens) >= one.limit:
+                scheduler.finish(one)
+    assert len(old.tokens) == len(young.tokens) == 9

@@ -168,7 +168,7 @@ class Scheduler:
         for row in list(self.running):
             if row.missing or row not in self.running:
                 continue
-            while not self._has_page():
+            while row in self.running and not self._has_page():
                 self._preempt(self.running[-1])
             if row in self.running:
                 row.pages.append(self.pool.take())
