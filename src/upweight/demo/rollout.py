@@ -7,9 +7,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from upweight.demo.sums import SumTask, reward
-from upweight.examples.utils import call_concurrently, group_advantages, parse_completion, version_info
+from upweight.examples.utils import call_concurrently, group_advantages, parse_completion, scored_sample
 from upweight.rollout import RolloutContext
-from upweight.rollout.models import Sample, SampleGroup
+from upweight.rollout.models import SampleGroup
 
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletion
@@ -30,7 +30,7 @@ def roll_out_sum(task: SumTask, context: RolloutContext, settings: RolloutSettin
         return SampleGroup(is_rejected=True)
     return SampleGroup(
         samples=[
-            _sample(completion, raw, advantage)
+            scored_sample(completion, parse_completion(completion), raw, advantage)
             for completion, raw, advantage in zip(completions, rewards, group_advantages(rewards), strict=True)
         ]
     )
@@ -43,15 +43,4 @@ def _ask(task: SumTask, context: RolloutContext, settings: RolloutSettings) -> C
         temperature=settings.temperature,
         max_tokens=settings.max_tokens,
         extra_body={"return_token_ids": True, "logprobs": True},
-    )
-
-
-def _sample(completion: ChatCompletion, raw: float, advantage: float) -> Sample:
-    token_ids, logprobs, mask = parse_completion(completion)
-    return Sample(
-        token_ids=token_ids,
-        logprobs=logprobs,
-        mask=mask,
-        normalized_reward=advantage,
-        debug_info={"reward": raw, **version_info(completion)},
     )

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from pydantic_settings import BaseSettings
 
 from upweight.api_client import TokenFactory
-from upweight.examples.utils import call_concurrently, group_advantages, parse_completion, version_info
+from upweight.examples.utils import call_concurrently, group_advantages, parse_completion, scored_sample
 from upweight.rollout import RolloutConfig, RolloutContext, RolloutRunner
 from upweight.rollout.models import Sample, SampleGroup
 
@@ -91,14 +91,7 @@ def _complete(task: Task, context: RolloutContext, my_config: MyConfig) -> ChatC
 
 
 def _to_sample(completion: ChatCompletion, reward: float, advantage: float) -> Sample:
-    token_ids, logprobs, mask = parse_completion(completion)
-    return Sample(
-        token_ids=token_ids,
-        logprobs=logprobs,
-        mask=mask,
-        normalized_reward=advantage,
-        debug_info={"reward": reward, **version_info(completion)},
-    )
+    return scored_sample(completion, parse_completion(completion), reward, advantage)
 
 
 def main() -> None:

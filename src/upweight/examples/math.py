@@ -22,7 +22,7 @@ import click
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from upweight.api_client import TokenFactory
-from upweight.examples.utils import call_concurrently, group_advantages, parse_completion, version_info
+from upweight.examples.utils import call_concurrently, group_advantages, parse_completion, scored_sample
 from upweight.rollout import RolloutConfig, RolloutContext, RolloutRunner
 from upweight.rollout.datasets import SequenceDataset, position_in
 from upweight.rollout.models import Sample, SampleGroup
@@ -231,14 +231,7 @@ def _complete(task: MathTask, context: RolloutContext, math_config: MathExampleC
 
 
 def _to_sample(completion: ChatCompletion, reward: float, advantage: float) -> Sample:
-    token_ids, logprobs, mask = parse_completion(completion)
-    return Sample(
-        token_ids=token_ids,
-        logprobs=logprobs,
-        mask=mask,
-        normalized_reward=advantage,
-        debug_info={"reward": reward, **version_info(completion)},
-    )
+    return scored_sample(completion, parse_completion(completion), reward, advantage)
 
 
 @click.command()

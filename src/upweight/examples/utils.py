@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from statistics import fmean, pstdev
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from upweight.rollout.models import Sample
+
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletion
 
@@ -40,6 +42,20 @@ def _token_id(token: str) -> int:
         raise ValueError(
             f"Token {token!r} is not of the form '{TOKEN_PREFIX}N': request it with return_token_ids=True"
         ) from None
+
+
+def scored_sample(
+    completion: ChatCompletion, parsed: tuple[list[int], list[float], list[int]], reward: float, advantage: float
+) -> Sample:
+    """The sample of a completion, from what `parse_completion` gave; raw reward and versions go into `debug_info`."""
+    token_ids, logprobs, mask = parsed
+    return Sample(
+        token_ids=token_ids,
+        logprobs=logprobs,
+        mask=mask,
+        normalized_reward=advantage,
+        debug_info={"reward": reward, **version_info(completion)},
+    )
 
 
 def version_info(completion: ChatCompletion) -> dict[str, Any]:
