@@ -48,10 +48,6 @@ class TrainingError(UpweightError):
     """A training step cannot be made."""
 
 
-class WeightsMismatch(UpweightError):
-    """The engine's weights are not the weights that the trainer handed over."""
-
-
 class ServerError(UpweightError):
     """The job server cannot start or go on."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,6 @@ class RunRecord:
     seconds: float = 0.0  # of earlier parts of the run
     cpu_seconds: float = 0.0
     peak_memory_bytes: int = 0
-    interruptions: int = field(default=0)
 
     def save(self, home: Path) -> None:
         path = record_file(home)

@@ -46,10 +46,6 @@ POLL = 0.2
 OVER = ("succeeded", "failed", "cancelled")
 
 
-class Interrupted(UpweightError):
-    """The run was stopped by the user; it can be resumed."""
-
-
 class DemoRun:
     """One run of the demo, new or resumed. `display` shows notes, `monitor` the numbers."""
 
@@ -67,7 +63,7 @@ class DemoRun:
         self.eval_tasks: list[SumTask] = split.held_out[:QUICK_EVAL_TASKS] if record.options.quick else split.held_out
 
     def go(self) -> Report:
-        """Runs to the end and reports; `Interrupted` when the user stopped it."""
+        """Runs to the end and reports; `KeyboardInterrupt` when the user stops it."""
         if self.record.batches is None:
             self._plan_batches()
         self.monitor.phase("starting the server")
@@ -124,7 +120,7 @@ class DemoRun:
             )
             try:
                 output, errors = process.communicate()
-            except BaseException:
+            except BaseException:  # Ctrl-C above all: the measurement must not outlive this process
                 process.kill()
                 process.wait()
                 raise
@@ -238,8 +234,6 @@ def start_record(home: Path, options: DemoOptions, *, resume: bool) -> RunRecord
             raise ConfigError(f"there is no run to resume in {home}; start one without --resume")
         if last.finished:
             raise ConfigError("the last run is complete; start a new one without --resume")
-        last.interruptions += 1
-        last.save(home)
         return last
     resolve(options.model)  # a model that is not here is told before anything starts
     record = RunRecord(options=options, run_id=secrets.token_hex(4))

@@ -12,8 +12,6 @@ import numpy as np
 
 from upweight.online.data import RawRollout
 
-OPTIONAL = ("metadata", "token_ids", "finish_reasons")
-
 
 class BaseRewardModel(ABC):
     """Scores responses: a rule, a loaded model or a remote service. `async def score` works as well.
