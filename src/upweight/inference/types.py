@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Protocol
 
 
 class FinishReason(StrEnum):
@@ -13,6 +14,16 @@ class FinishReason(StrEnum):
     REJECTED = "rejected"  # the prompt can never fit
     ABORTED = "aborted"  # cancelled, time limit, engine stopped
     ERROR = "error"  # this request failed; see GenerationOutput.error
+
+
+class TokenConstraint(Protocol):
+    """Which tokens may come next in one answer, for instance those that keep it valid JSON. Used in the engine's thread."""
+
+    def allowed(self) -> bytes | None:
+        """Bit i % 8 of byte i // 8 is 1 where token i may be drawn; None = every token may."""
+
+    def accept(self, token_id: int) -> None:
+        """The token was drawn."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,17 +40,33 @@ class SamplingParams:
     ignore_eos: bool = False
     min_tokens: int = 0  # stop ids cannot be drawn before
     frequency_penalty: float = 0.0  # subtracted per occurrence, after the filters and not divided by the temperature
-    rep_window: int = 64  # last tokens of prompt and output together that are counted
+    rep_window: int = 64  # last tokens of prompt and output together that penalties look at
+    presence_penalty: float = 0.0  # subtracted once from tokens that occur there
+    repetition_penalty: float = (
+        1.0  # divides positive and multiplies negative logits of tokens that occur there; 1 = off
+    )
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token, what is added to its logit) before everything else
+    min_p: float = 0.0  # leaves out tokens less likely than this share of the likeliest; 0 = off
+    top_logprobs: int = 0  # this many likeliest tokens are reported beside each one drawn
+    prompt_logprobs: bool = False  # log-probs of the prompt's own tokens, at `temperature`
+    constraint: Callable[[], TokenConstraint] | None = None  # makes a new one for each answer
 
     @property
     def filtered(self) -> bool:
         """Whether the distribution drawn from leaves tokens out (a greedy row is compared by raw log-probs)."""
-        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1)
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
     @property
     def adjusted(self) -> bool:
-        """Whether a penalty or a least length changes the distribution."""
-        return self.frequency_penalty != 0 or self.min_tokens > 0
+        """Whether anything beside temperature and filters changes the distribution."""
+        return (
+            self.frequency_penalty != 0
+            or self.presence_penalty != 0
+            or self.repetition_penalty != 1
+            or self.min_tokens > 0
+            or bool(self.logit_bias)
+            or self.constraint is not None
+        )
 
 
 @dataclass(kw_only=True)
@@ -50,12 +77,22 @@ class GenerationOutput:
     logprobs: list[float] = field(default_factory=list)
     raw_logprobs: list[float] = field(default_factory=list)
     token_versions: list[int] = field(default_factory=list)
+    top_logprobs: list[list[tuple[int, float]]] = field(
+        default_factory=list
+    )  # per token, if asked: (id, log-prob), falling
+    prompt_logprobs: list[float | None] | None = None  # if asked: one a prompt token, None for the first
     finish_reason: FinishReason | None = None
     text: str = ""
     prompt_len: int = 0
     cached_tokens: int = 0
+    cached_version: int | None = None  # weights version of the keys and values that were reused
     seed: int = 0
     error: str | None = None
+
+    @property
+    def weights_version(self) -> int | None:
+        """Version that drew the first token; None when nothing was drawn."""
+        return self.token_versions[0] if self.token_versions else None
 
 
 OnDone = Callable[[GenerationOutput], None]
