@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 from upweight.errors import TrainingError, UpweightError
 from upweight.inference.engine import Engine
@@ -74,7 +75,7 @@ class WorkerCore:
             fingerprint=self._fingerprint,
             peak_memory_bytes=peak_memory_bytes(),
             cpu_seconds=time.process_time(),
-            stats=self.engine.stats() if loaded else {},
+            stats=_numbers(self.engine.stats()) if loaded else {},
         )
 
     def train(self, batch_index: int, batch: TrainBatch) -> TrainResult:
@@ -187,3 +188,7 @@ class WorkerCore:
 def peak_memory_bytes() -> int:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _numbers(stats: dict[str, Any]) -> dict[str, float]:
+    return {name: value for name, value in stats.items() if isinstance(value, int | float)}
