@@ -16,7 +16,8 @@ from upweight.weights.layout import params_from_tensors, tensors_from_params
 from upweight.weights.safetensors_files import read_tensors
 
 DATA = Path(__file__).parents[1] / "data" / "models"
-NAMES = ["llama-gqa-tied", "llama-gqa-tied-sharded", "llama-rope3-untied", "mistral-window5", "qwen2", "qwen3"]
+WHOLE = ["llama-gqa-tied", "llama-rope3-untied", "mistral-window5", "qwen2", "qwen3", "gemma2", "gemma3"]
+NAMES = [*WHOLE, "llama-gqa-tied-sharded"]
 TOLERANCES = json.loads((DATA / "tolerances.json").read_text())
 
 
@@ -46,7 +47,7 @@ def test_greedy_continuation(name: str) -> None:
         ids.append(expected)
 
 
-@pytest.mark.parametrize("name", ["llama-gqa-tied", "llama-rope3-untied", "qwen3", "mistral-window5", "qwen2"])
+@pytest.mark.parametrize("name", WHOLE)
 def test_gradient_norms(name: str) -> None:
     golden = load_file(DATA / name / "golden.safetensors")
     expected = json.loads((DATA / name / "golden_grads.json").read_text())
