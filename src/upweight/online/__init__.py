@@ -2,7 +2,16 @@
 
 from upweight.online.data import RawRollout, RolloutResult
 from upweight.online.generator import RolloutGenerator
+from upweight.online.load_check import LoadCheck, check_loaded
 from upweight.online.rewards import BaseRewardModel
 from upweight.online.runner import RolloutRunner
 
-__all__ = ["BaseRewardModel", "RawRollout", "RolloutGenerator", "RolloutResult", "RolloutRunner"]
+__all__ = [
+    "BaseRewardModel",
+    "LoadCheck",
+    "RawRollout",
+    "RolloutGenerator",
+    "RolloutResult",
+    "RolloutRunner",
+    "check_loaded",
+]
