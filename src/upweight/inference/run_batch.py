@@ -89,7 +89,11 @@ class InferenceScheduler:
 
     def set_weights(self, params: Params, version: int) -> str:
         """Swaps between two steps; returns the fingerprint of the arrays that decode receives from now on."""
-        return self.engine.start().set_weights(place(params, self._placement), version)
+        return self.engine.start().set_weights(self.placed(params), version)
+
+    def placed(self, params: Params) -> Params:
+        """The parameters on this scheduler's device and in its dtype; the same arrays where they are so already."""
+        return place(params, self._placement)
 
     def get_stats(self) -> dict[str, Any]:
         """The engine's counters; total_tasks, total_tokens, active_tasks and waiting_queue under these names too."""
@@ -195,9 +199,9 @@ class InferenceScheduler:
             stop=stop,
         )
         outputs = answers_to(self.engine.start(), prompts, params)
-        _warn_of_failures(outputs)
         if return_details:
             return outputs
+        _warn_of_failures(outputs)
         if return_logprobs:
             return [(output.token_ids, output.logprobs) for output in outputs]
         return [output.token_ids for output in outputs]
