@@ -37,7 +37,7 @@ def train_batch(*results: RolloutResult) -> TrainBatch:
     placed = mask > 0
 
     def per_token(values: Sequence[np.ndarray], fill: float, dtype: type) -> np.ndarray:
-        out = np.full(len(mask), fill, dtype)
+        out: np.ndarray = np.full(len(mask), fill, dtype)
         out[placed] = np.concatenate(values)
         return out
 
