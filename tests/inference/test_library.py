@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -169,6 +170,35 @@ def test_the_context_is_that_of_the_model(model: LoadedModel, caplog: pytest.Log
     assert InferenceScheduler(model, model.tokenizer).engine.max_context == 512
     assert InferenceScheduler(model, model.tokenizer, max_seq_len=4096).engine.max_context == 512
     assert "max_seq_len is 4096, but the model's positions end at 512" in caplog.text
+
+
+def test_scores_are_those_of_a_full_forward_pass(model: LoadedModel, engine: InferenceEngine) -> None:
+    sequences = [[5, 6, 7, 100, 200], list(range(20, 45)), [9]]
+    scheduler = engine.scheduler
+    found = scheduler.score(sequences, temperature=[1.0, 0.5, 1.0])
+    assert [len(row) for row in found] == [4, 24, 0]
+    module = model.module()
+    for ids, row, temperature in zip(sequences, found, (1.0, 0.5, 1.0), strict=True):
+        logits = np.asarray(module(jnp.asarray([ids + [0] * (32 - len(ids))])), np.float64)[0] / temperature
+        logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        expected = [logp[t - 1, ids[t]] for t in range(1, len(ids))]
+        np.testing.assert_allclose(row, expected, atol=1e-5)
+    drawn = scheduler.run_batch([[5, 6]], max_tokens=6, temperature=0.7, top_k=0, return_details=True, ignore_eos=True)
+    ids = [5, 6, *drawn[0].token_ids]
+    np.testing.assert_allclose(scheduler.score([ids], 0.7)[0][1:], drawn[0].logprobs, atol=1e-5)
+    np.testing.assert_allclose(scheduler.score([ids])[0][1:], drawn[0].raw_logprobs, atol=1e-5)
+    with pytest.raises(RequestError, match="sequence 0 was not scored: the prompt has 600 tokens"):
+        scheduler.score([[5] * 600])
+    with pytest.raises(RequestError, match="prompt 0 is empty"):
+        scheduler.score([[]])
+    assert scheduler.score([]) == []
+
+
+def test_what_an_update_means_is_passed_on(model: LoadedModel) -> None:
+    made = InferenceScheduler(model, model.tokenizer, on_update="drain", cache_on_update="flush")
+    assert made.engine.on_update == "drain"
+    with pytest.raises(ConfigError, match="on_update"):
+        InferenceScheduler(model, model.tokenizer, on_update="never")  # type: ignore[arg-type]
 
 
 def test_weights_are_cast_only_when_asked(model: LoadedModel) -> None:

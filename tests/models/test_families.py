@@ -6,7 +6,7 @@ import pytest
 from tests.models.golden import WHOLE, load_golden, outputs, rows, tolerances
 from tests.training.batch_makers import make_batch
 from upweight.inference.engine import Engine
-from upweight.inference.runner import page_bytes
+from upweight.inference.programs import token_bytes
 from upweight.inference.types import GenerationOutput, SamplingParams
 from upweight.ops.samples import TrainBatch
 from upweight.training.policy_trainer import PolicyTrainer
@@ -34,7 +34,7 @@ def test_greedy_answers_alone_in_a_batch_and_preempted(name: str) -> None:
     assert alone.token_ids[:12] == golden["greedy_ids"].tolist()
     np.testing.assert_allclose(alone.logprobs[:12], golden["greedy_logprobs"], atol=atol, rtol=0)
     assert together[0].token_ids == alone.token_ids
-    small = engine_of(model, store_bytes=64 * page_bytes(model.config))
+    small = engine_of(model, store_bytes=64 * token_bytes(model.config, model.params))
     again = small.generate([*prompts, prompts[1][:3]], GREEDY)
     preemptions = small.stats()["preemptions"]
     small.stop()

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from upweight.errors import ConfigError, RequestError
 from upweight.inference.arguments import sampling_params, token_ids
-from upweight.inference.engine import Engine
+from upweight.inference.engine import CacheOnUpdate, Engine, OnUpdate
 from upweight.inference.gather import answers_to
 from upweight.inference.placement import Placement, place, placement
-from upweight.inference.types import GenerationOutput, OnDone, SamplingParams
+from upweight.inference.types import FinishReason, GenerationOutput, OnDone, SamplingParams
 from upweight.models.layers import Params
 from upweight.tokenizer import Tokenizer
 
@@ -40,8 +39,8 @@ class InferenceScheduler:
         enable_cuda_graph: bool = True,
         backend: Any = None,
         *,
-        on_update: str | None = None,
-        cache_on_update: str | None = None,
+        on_update: OnUpdate = "continue",
+        cache_on_update: CacheOnUpdate = "version",
     ) -> None:
         _refuse_others(cache=cache, backend=backend)
         if max_batch_size < 1:
@@ -55,7 +54,8 @@ class InferenceScheduler:
             tokenizer,
             max_rows=max_batch_size,
             max_context=_context(model.config, max_seq_len),
-            **_policies(on_update=on_update, cache_on_update=cache_on_update),
+            on_update=on_update,
+            cache_on_update=cache_on_update,
         )
 
     @classmethod
@@ -96,15 +96,8 @@ class InferenceScheduler:
         return place(params, self._placement)
 
     def get_stats(self) -> dict[str, Any]:
-        """The engine's counters; total_tasks, total_tokens, active_tasks and waiting_queue under these names too."""
-        stats = self.engine.stats()
-        named = {
-            "total_tasks": "requests",
-            "total_tokens": "tokens",
-            "active_tasks": "active",
-            "waiting_queue": "waiting",
-        }
-        return {**{ours: stats[theirs] for ours, theirs in named.items() if theirs in stats}, **stats}
+        """The engine's own: counts since the start, averages over the last requests, what runs and waits now."""
+        return self.engine.stats()
 
     def add_task(
         self,
@@ -229,7 +222,7 @@ def _prompts(given: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
 
 
 def _scores(index: int, output: GenerationOutput) -> list[float]:
-    if output.prompt_logprobs is None:
+    if output.finish_reason is not FinishReason.LENGTH or output.prompt_logprobs is None:
         raise RequestError(
             f"sequence {index} was not scored: {output.error or output.finish_reason}", field="sequences"
         )
@@ -244,15 +237,6 @@ def _context(config: Any, wanted: int | None) -> int:
     if wanted and own and wanted > own:
         log.warning("max_seq_len is %d, but the model's positions end at %d: that is the limit", wanted, own)
     return min(size for size in (wanted, own) if size)
-
-
-def _policies(**wanted: str | None) -> dict[str, Any]:
-    """Those that were given, if the engine knows them."""
-    known = inspect.signature(Engine).parameters
-    for name, value in wanted.items():
-        if value is not None and name not in known:
-            raise ConfigError(f"{name} = {value!r} is not offered; leave it out")
-    return {name: value for name, value in wanted.items() if value is not None}
 
 
 def _refuse_others(**options: Any) -> None:

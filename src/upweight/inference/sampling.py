@@ -42,7 +42,7 @@ def sample(
         raise RequestError(f"top_p is {share.tolist()}; it must be from 0 to 1", field="top_p")
     greedy = heat <= 0
     scaled = rows / jnp.where(greedy, 1.0, heat)[:, None]
-    kept = apply_filters(scaled, jnp.minimum(_column(top_k, count, jnp.int32), vocab), share)
+    kept = apply_filters(scaled, jnp.minimum(_column(top_k, count, jnp.int32), vocab), share, jnp.zeros(count))
     scaled = jnp.where(jnp.isneginf(kept) & ~jnp.isneginf(scaled), filter_value, kept)
     penalty = _column(frequency_penalty, count, jnp.float32)[:, None] * _occurrences(
         input_ids, input_mask, count, vocab

@@ -42,6 +42,9 @@ def check_loaded(engine: Engine, trainer: PolicyTrainer | None = None) -> LoadCh
     prompts = _prompts(engine.config)
     drawn = SamplingParams(max_tokens=_DRAWN_TOKENS, ignore_eos=True, seed=0)
     outputs = answers_to(engine, prompts, [drawn] * _ROWS)
+    failed = next((output for output in outputs if not output.token_ids), None)
+    if failed is not None:
+        raise ModelError(f"the engine cannot answer with the loaded model: {failed.error}")
     batch = _batch(prompts, outputs)
     if trainer is None:  # an adapter that changes nothing: no optimizer state of the size of the model
         trainer = PolicyTrainer(engine.config, engine.runner.params, PolicySettings(lora=LoraSettings(rank=1)))
