@@ -46,6 +46,6 @@ def test_a_difference_names_both_numbers() -> None:
     engine.stop()
     broken = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), model.params)
     engine = Engine(model.config, broken, model.tokenizer, max_rows=2).start()
-    with pytest.raises(ModelError, match="the engine cannot answer with the loaded model: .*not finite"):
+    with pytest.raises(ModelError, match=r"the engine cannot answer with the loaded model: .*not finite"):
         check_loaded(engine)
     engine.stop()
