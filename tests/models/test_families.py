@@ -5,9 +5,11 @@ import pytest
 
 from tests.models.golden import WHOLE, load_golden, outputs, rows, tolerances
 from tests.training.batch_makers import make_batch
+from upweight.inference import InferenceScheduler
 from upweight.inference.engine import Engine
 from upweight.inference.programs import token_bytes
 from upweight.inference.types import GenerationOutput, SamplingParams
+from upweight.online.load_check import check_loaded
 from upweight.ops.samples import TrainBatch
 from upweight.training.policy_trainer import PolicyTrainer
 from upweight.training.settings import LoraSettings, PolicySettings
@@ -85,3 +87,15 @@ def test_a_trained_adapter_in_engine_and_trainer(name: str) -> None:
     assert moved > 0.01
     assert first.metrics["mismatch_max"] < atol
     assert second.metrics["mismatch_max"] < atol
+
+
+@pytest.mark.parametrize("name", ["llama-rope3-untied", "gemma2", "gemma3"])
+def test_scores_in_float32_and_bfloat16(name: str) -> None:
+    model, golden, sequences = load_golden(name), outputs(name)["logprobs"], rows(name)
+    for dtype, mean, largest in (("float32", 2e-5, tolerances(name)["logprobs_atol"]), ("bfloat16", 0.06, 0.6)):
+        with InferenceScheduler(model, model.tokenizer, max_batch_size=ROWS, dtype=dtype) as scheduler:
+            found = scheduler.score(sequences)
+            check_loaded(scheduler.engine)
+        gaps = np.concatenate([np.abs(golden[b, : len(row) - 1] - found[b]) for b, row in enumerate(sequences)])
+        assert gaps.mean() < mean, dtype
+        assert gaps.max() < largest, dtype
