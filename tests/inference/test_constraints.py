@@ -1,0 +1,100 @@
+"""Grammars over the real SmolLM2 vocabulary: which tokens may come next, where the end may come, what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from upweight.errors import EngineError, RequestError
+from upweight.inference.constraints import Grammars
+from upweight.inference.types import TokenConstraint
+from upweight.tokenizer import Tokenizer
+
+TOKENIZER = Tokenizer.from_folder(Path(__file__).parents[1] / "data" / "smollm2")
+SIZE = TOKENIZER.vocab_size + 13  # an output layer with rows that have no token
+GRAMMARS = Grammars(TOKENIZER, SIZE)
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+def open_to(walk: TokenConstraint) -> set[int]:
+    mask = walk.allowed()
+    assert mask is not None
+    assert len(mask) == (SIZE + 7) // 8
+    return {i for i in range(8 * len(mask)) if mask[i // 8] >> (i % 8) & 1}
+
+
+def follow(walk: TokenConstraint, text: str) -> None:
+    for token in TOKENIZER.encode(text):
+        assert token in open_to(walk), TOKENIZER.token_text(token)
+        walk.accept(token)
+
+
+def person() -> TokenConstraint:
+    return GRAMMARS.json_schema(PERSON, field="response_format")()
+
+
+def test_the_end_is_open_only_where_the_json_is_complete() -> None:
+    walk = person()
+    text = '{"name": "Zoë", "age": 31}'
+    for token in TOKENIZER.encode(text):
+        assert 2 not in open_to(walk)
+        walk.accept(token)
+    assert open_to(walk) == {2}  # <|im_end|>, and nothing beside it
+
+
+def test_what_the_schema_forbids_is_closed() -> None:
+    walk = person()
+    assert {TOKENIZER.token_text(i) for i in open_to(walk)} == {"{", '{"'}
+    follow(walk, '{"name": "A", "age": ')
+    allowed = {TOKENIZER.token_text(i) or "" for i in open_to(walk)}
+    assert "7" in allowed
+    assert not any("a" in text for text in allowed)
+
+
+def test_answers_walk_apart() -> None:
+    make = GRAMMARS.json_schema(PERSON, field="response_format")
+    first, second = make(), make()
+    follow(first, '{"name"')
+    follow(second, '{"name": "B"')
+    assert open_to(first) != open_to(second)
+
+
+def test_a_token_that_was_closed_is_an_error_of_that_answer_alone() -> None:
+    make = GRAMMARS.json_schema(PERSON, field="response_format")
+    broken = make()
+    with pytest.raises(EngineError, match="constrained decoding failed"):
+        broken.accept(TOKENIZER.encode("x")[0])
+    follow(make(), '{"name"')
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ({"type": "foo"}, "foo"),
+        ({"not": {"type": "string"}}, "not"),
+        ({"$ref": "#/nowhere"}, "nowhere"),
+        ({"type": "integer", "minimum": 5, "maximum": 1}, "minimum"),
+        ({"type": "string", "pattern": "(?=a)"}, "look-around"),
+        ([], "object"),
+    ],
+)
+def test_a_schema_that_cannot_be_compiled_is_refused(schema: Any, words: str) -> None:
+    with pytest.raises(RequestError, match=words) as refused:
+        GRAMMARS.json_schema(schema, field="response_format")
+    assert refused.value.field == "response_format"
+    assert "\n" not in str(refused.value)
+
+
+def test_grammars_may_mix_text_and_json() -> None:
+    lark = 'start: "<tool_call>" one "</tool_call>"\none: %json ' + json.dumps(PERSON)
+    walk = GRAMMARS.grammar(lark, field="tools")()
+    follow(walk, '<tool_call>{"name": "A", "age": 1}</tool_call>')
+    assert open_to(walk) == {2}
