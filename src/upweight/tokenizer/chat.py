@@ -2,6 +2,7 @@
 
 Invariants
 - Templates come with downloaded models: they run in a sandbox that can neither reach attributes nor change its input.
+- Tools reach the model also where its template knows none: they are spelled out as text then.
 - A message that cannot be rendered is a `RequestError` with field "messages"; no template error escapes as it is.
 """
 
@@ -17,6 +18,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from upweight.errors import RequestError, UnsupportedModel
+from upweight.tokenizer.tool_calls import knows_tools, spell_out
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 Message = Mapping[str, Any]
@@ -37,6 +39,8 @@ class ChatTemplate:
 
     def __init__(self, source: str, named_tokens: Mapping[str, str]) -> None:
         self._named_tokens = dict(named_tokens)
+        self._knows_tools = knows_tools(source)
+        self._knows_calls = self._knows_tools or "tool_calls" in source
         try:
             self._template = _environment().from_string(source)
         except jinja2.TemplateSyntaxError as error:
@@ -47,6 +51,9 @@ class ChatTemplate:
     ) -> str:
         """The text of `messages`; `RequestError` (field "messages") when one is malformed or the template refuses."""
         plain = [plain_message(message, index) for index, message in enumerate(_as_sequence(messages))]
+        unknown = not self._knows_tools if tools else not self._knows_calls
+        if unknown and (tools or any(_is_about_tools(message) for message in plain)):
+            plain, tools = spell_out(plain, tools), None
         try:
             return self._template.render(
                 self._named_tokens,
@@ -105,6 +112,10 @@ def _plain_call(call: Any, index: int) -> dict[str, Any]:
         except ValueError:
             _refuse(index, f"arguments of the call of {function['name']} are not JSON")
     return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _is_about_tools(message: Message) -> bool:
+    return message["role"] == "tool" or bool(message.get("tool_calls"))
 
 
 def _as_sequence(messages: Any) -> Sequence[Message]:

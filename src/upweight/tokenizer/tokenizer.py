@@ -20,6 +20,7 @@ from upweight.tokenizer.folder_tokenizer import load_folder
 from upweight.tokenizer.gguf_tokenizer import load_gguf
 from upweight.tokenizer.parts import TokenizerParts
 from upweight.tokenizer.token_bytes import bytes_of, spelling_of
+from upweight.tokenizer.tool_calls import ToolStyle, style_of
 
 
 class Tokenizer:
@@ -72,6 +73,11 @@ class Tokenizer:
         """`messages` as the model's chat template writes them; `RequestError` (field "messages") when it cannot."""
         template = self._tool_template if tools else self._template
         return template.render(messages, tools=tools, add_generation_prompt=add_generation_prompt)
+
+    @functools.cached_property
+    def tool_style(self) -> ToolStyle:
+        """How this model writes its tool calls."""
+        return style_of(self._parts.tool_template or self.chat_template)
 
     def encode_chat(
         self,
