@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 from upweight.errors import TrainingError, UpweightError
 from upweight.inference.engine import Engine
@@ -62,11 +63,16 @@ class WorkerCore:
             raise self._failure
 
     @property
+    def loaded(self) -> bool:
+        return self._ready.is_set() and self._failure is None
+
+    @property
     def failure(self) -> BaseException | None:
         return self._failure
 
     def state(self) -> WorkerState:
-        loaded = self._ready.is_set() and self._failure is None
+        loaded = self.loaded
+        stats: dict[str, Any] = self.engine.stats() if loaded else {}
         return WorkerState(
             phase=self._phase,
             detail=self._detail,
@@ -74,7 +80,7 @@ class WorkerCore:
             fingerprint=self._fingerprint,
             peak_memory_bytes=peak_memory_bytes(),
             cpu_seconds=time.process_time(),
-            stats=self.engine.stats() if loaded else {},
+            stats={name: value for name, value in stats.items() if isinstance(value, int | float)},
         )
 
     def train(self, batch_index: int, batch: TrainBatch) -> TrainResult:
