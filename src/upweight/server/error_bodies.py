@@ -28,6 +28,11 @@ def anthropic_error_body(status: int, message: str) -> dict[str, Any]:
     return {"type": "error", "detail": message, "error": {"type": kind, "message": message}}
 
 
+def is_inference(path: str) -> bool:
+    """Whether a public route answers in the forms that clients of inference APIs read."""
+    return "/inference/" in path or path.startswith(("/v1/chat/", "/v1/completions", "/v1/messages", "/v1/models"))
+
+
 def is_anthropic(path: str) -> bool:
     """Whether a route answers as Anthropic's API does."""
     return path.endswith(("/messages", "/messages/count_tokens"))
