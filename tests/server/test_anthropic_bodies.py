@@ -90,6 +90,7 @@ def test_sampling_fields_reach_the_engine() -> None:
         ("tools", "x"), ("tools", [{"name": "f"}]), ("tools", [{"name": "a b", "input_schema": {}}]), ("tools", [{"type": "bash_20250124", "name": "bash"}]),
         ("tool_choice", "any"), ("tool_choice", {"type": "any"}), ("tool_choice", {"type": "maybe"}), ("tool_choice", {"type": "tool", "name": "f"}),
         ("thinking", {"type": "enabled", "budget_tokens": 1024}), ("colour", "red"),
+        ("output_config", {"effort": "low"}), ("output_config", {"format": {"type": "xml"}}), ("output_config", 3),
     ],
 )  # fmt: skip
 def test_a_wrong_field_is_named(field: str, value: Any) -> None:

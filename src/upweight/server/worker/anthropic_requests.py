@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from upweight.errors import RequestError
+from upweight.inference.constraints import MakeConstraint
 from upweight.server.worker import fields
 from upweight.server.worker.asked import Asked, Serving
 from upweight.server.worker.fields import Body, refuse
@@ -16,7 +17,7 @@ from upweight.server.worker.tools import read_tools
 
 _KNOWN = {
     "model", "messages", "max_tokens", "system", "stop_sequences", "stream", "temperature", "top_p", "top_k", "tools",
-    "tool_choice", "seed", "timeout",
+    "tool_choice", "seed", "timeout", "output_config",
 }  # fmt: skip
 # Fields of the public API that change nothing about the tokens of an answer.
 _INERT = {"metadata", "service_tier", "cache_control"}
@@ -37,7 +38,12 @@ def parse_messages(body: Body, serving: Serving) -> Asked:
     sampled: dict[str, Any] = {name: body.get(name) for name in _SAMPLED}
     fields.texts(body, "stop_sequences", 16)
     params = sampling_params({**sampled, "stop": body.get("stop_sequences")}, serving)
+    constraint = _output_format(body, serving)
+    if constraint is not None:
+        params = with_constraint(params, constraint, "output_config")
     if tooling.constraint is not None:
+        if constraint is not None:
+            raise RequestError("output_config and tool_choice demand two different answers", field="output_config")
         params = with_constraint(params, tooling.constraint, "tool_choice")
     prompt = serving.tokenizer.encode_chat(_chat(body), tools=tooling.told or None)
     check_room([prompt], serving, "messages")
@@ -48,6 +54,19 @@ def parse_messages(body: Body, serving: Serving) -> Asked:
         tools=tooling.use,
         timeout=read_timeout(body, serving),
     )
+
+
+def _output_format(body: Body, serving: Serving) -> MakeConstraint | None:
+    config = fields.object_of(body, "output_config")
+    for name, value in config.items():
+        if name != "format" and value is not None:
+            raise RequestError(f"output_config.{name} is not offered; leave it out", field="output_config")
+    given = fields.object_of(config, "format")
+    if not given:
+        return None
+    if given.get("type") != "json_schema" or not isinstance(given.get("schema"), dict):
+        raise refuse("output_config.format", given, '{"type": "json_schema", "schema": {…}}')
+    return serving.grammars.json_schema(given["schema"], field="output_config")
 
 
 def count_tokens(body: Body, serving: Serving) -> int:
