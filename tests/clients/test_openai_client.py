@@ -222,7 +222,7 @@ def test_refusals_are_the_errors_of_the_client(openai_client: openai.OpenAI) -> 
         openai_client.chat.completions.create(messages=MESSAGES, **{**GREEDY, "model": "x"})
     with pytest.raises(openai.BadRequestError, match=r"prompt is \[\]"):
         openai_client.completions.create(prompt=[], **GREEDY)  # type: ignore[arg-type]
-    with pytest.raises(openai.BadRequestError, match="messages too long: .* at most 511 fit"):
+    with pytest.raises(openai.BadRequestError, match=r"messages too long: .* at most 511 fit"):
         openai_client.chat.completions.create(
             messages=[{"role": "user", "content": "a b " * 600}], stream=True, **GREEDY
         )

@@ -36,8 +36,8 @@ def job_for_model(connection: Connection, project: str, name: Any) -> Job:
         meant = [job for job in candidates if job.id == name] or [job for job in candidates if name in model_names(job)]
         problem = f"model {name!r} is the name of several jobs; ask for one by its id"
     if not meant:
-        what = "no model" if name is None else f"model {name[:200]!r}"
-        raise Refusal(404, f"{what} is served here; served: {served}")
+        what = "no model is served here" if name is None else f"model {name[:200]!r} is not served here"
+        raise Refusal(404, f"{what}; served: {served}")
     return _the_one(meant, f"{problem}; served: {served}")
 
 
