@@ -141,7 +141,7 @@ class Handlers:
     async def _answer(self, request: Request, asked: Asked, events: Events, whole: Whole) -> Response:
         running = Running(self.core.engine, asked, pieces=asked.stream)
         if asked.stream:
-            return _EventResponse(running, events(running))
+            return _EventResponse(running, _guarded(request, events(running)))
         try:
             outputs = await _unless_gone(request, running.outputs())
         finally:
@@ -183,6 +183,18 @@ class Handlers:
 
 class ModelUnknown(RequestError):
     """The request names another model."""
+
+
+async def _guarded(request: Request, events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """A stream that fails says so: its status was sent long before."""
+    try:
+        async for event in events:
+            yield event
+    except Exception as error:
+        log.exception("stream failed")
+        body = _error_body(request, 500, f"{type(error).__name__}: {error}", None)
+        name = b"event: error\n" if is_anthropic(request.url.path) else b""
+        yield name + b"data: " + json.dumps(body).encode() + b"\n\n"
 
 
 class _EventResponse(StreamingResponse):
@@ -262,6 +274,10 @@ def _unexpected(request: Request, error: Exception) -> Response:
 def _error(
     request: Request, status: int, message: str, field: str | None = None, headers: dict[str, str] | None = None
 ) -> Response:
+    return AsciiJSON(_error_body(request, status, message, field), status, headers)
+
+
+def _error_body(request: Request, status: int, message: str, field: str | None) -> dict[str, Any]:
     if is_anthropic(request.url.path):
-        return AsciiJSON(anthropic_error_body(status, message), status, headers)
-    return AsciiJSON(error_body(status, message, field), status, headers)
+        return anthropic_error_body(status, message)
+    return error_body(status, message, field)
