@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from upweight.errors import EngineError, RequestError
-from upweight.inference.constraints import Grammars
+from upweight.inference.constraints import WHITESPACE, Grammars
 from upweight.inference.types import TokenConstraint
 from upweight.tokenizer import Tokenizer
+from upweight.tokenizer.tool_calls import ToolStyle, call_grammar, take_apart
 
 TOKENIZER = Tokenizer.from_folder(Path(__file__).parents[1] / "data" / "smollm2")
 SIZE = TOKENIZER.vocab_size + 13  # an output layer with rows that have no token
@@ -97,4 +98,38 @@ def test_grammars_may_mix_text_and_json() -> None:
     lark = 'start: "<tool_call>" one "</tool_call>"\none: %json ' + json.dumps(PERSON)
     walk = GRAMMARS.grammar(lark, field="tools")()
     follow(walk, '<tool_call>{"name": "A", "age": 1}</tool_call>')
+    assert open_to(walk) == {2}
+
+
+FUNCTIONS = {"f": PERSON, 'quote"d': {"$ref": "#/$defs/p", "$defs": {"p": PERSON}}}
+ARGUMENTS = '{"name": "A", "age": 1}'
+
+
+@pytest.mark.parametrize(
+    ("style", "answer"),
+    [
+        (ToolStyle.HERMES, f'<tool_call>\n{{"name": "f", "arguments": {ARGUMENTS}}}\n</tool_call>'),
+        (ToolStyle.HERMES, f'<tool_call>\n{{"name": "quote\\"d", "arguments": {ARGUMENTS}}}\n</tool_call>'),
+        (ToolStyle.LLAMA, f'{{"name": "f", "parameters": {ARGUMENTS}}}'),
+        (ToolStyle.MISTRAL, f'[TOOL_CALLS][{{"name": "f", "arguments": {ARGUMENTS}}}]'),
+    ],
+)
+def test_demanded_calls_of_each_style_can_be_read_again(style: ToolStyle, answer: str) -> None:
+    for several in (False, True):
+        lark = call_grammar(style, FUNCTIONS, several=several, marker_id=None, space=WHITESPACE)
+        walk = GRAMMARS.grammar(lark, field="tools")()
+        follow(walk, answer)
+        assert 2 in open_to(walk)
+        assert (open_to(walk) == {2}) is (not several or style is not ToolStyle.HERMES)
+    (call,) = take_apart(answer, style, FUNCTIONS).calls
+    assert json.loads(call.arguments) == {"name": "A", "age": 1}
+
+
+def test_a_call_may_begin_with_a_special_token() -> None:
+    lark = call_grammar(ToolStyle.MISTRAL, FUNCTIONS, several=True, marker_id=5, space=WHITESPACE)
+    walk = GRAMMARS.grammar(lark, field="tools")()
+    assert open_to(walk) == {5}
+    walk.accept(5)
+    call = f'{{"name": "f", "arguments": {ARGUMENTS}}}'
+    follow(walk, f"[{call}, {call}]")
     assert open_to(walk) == {2}

@@ -86,6 +86,13 @@ def test_without_ids_tokens_are_named_by_text_and_bytes() -> None:
     ]
 
 
+def test_tokens_that_could_not_be_drawn_are_no_alternatives() -> None:
+    asked = parse_chat({"messages": MESSAGES, "logprobs": True, "top_logprobs": 2}, SERVING)
+    one = said("", top_logprobs=[[(5, -0.01), (6, float("-inf"))]])
+    (entry,) = answer(CHAT, asked, [one])["choices"][0]["logprobs"]["content"]
+    assert [other["token"] for other in entry["top_logprobs"]] == [TOKENIZER.token_text(5)]
+
+
 def test_alternatives_of_a_text_completion_hold_the_drawn_token() -> None:
     ids = TOKENIZER.encode("ab cd")
     drawn = said("ab cd", top_logprobs=[[(7, -0.5)]] * (len(ids) + 1))

@@ -9,6 +9,8 @@ from upweight.inference.types import GenerationOutput
 from upweight.server.worker.asked import Asked
 from upweight.tokenizer import TextStream, Tokenizer
 
+LEAST_LOGPROB = -9999.0  # below it a token could not have been drawn: it is no alternative
+
 
 class TokenNames:
     """`token_id:N` where the contract of rollouts asks for ids; else text and bytes, as OpenAI names them."""
@@ -31,7 +33,7 @@ def chat_logprobs(names: TokenNames, output: GenerationOutput) -> dict[str, Any]
     """`choices[i].logprobs` of a chat answer: one entry a token drawn, the stop token included."""
     content = []
     for index, (token, logprob) in enumerate(zip(output.token_ids, output.logprobs, strict=True)):
-        others = output.top_logprobs[index] if output.top_logprobs else []
+        others = possible(output.top_logprobs[index]) if output.top_logprobs else []
         entry = names.entry(token, logprob)
         content.append({**entry, "top_logprobs": [names.entry(other, value) for other, value in others]})
     return {"content": content, "refusal": None}
@@ -54,6 +56,11 @@ def text_logprobs(names: TokenNames, tokenizer: Tokenizer, asked: Asked, choice:
     }
 
 
+def possible(alternatives: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+    """Filters and grammars may leave fewer tokens than were asked for."""
+    return [(token, logprob) for token, logprob in alternatives if logprob > LEAST_LOGPROB]
+
+
 def prompt_text(tokenizer: Tokenizer, prompt: Sequence[int]) -> str:
     """What `echo` puts before the answer; special tokens are spelled out."""
     return tokenizer.decode(prompt, skip_special_tokens=False)
@@ -65,7 +72,7 @@ def _alternatives(names: TokenNames, asked: Asked, choice: int, output: Generati
     told = []
     for token, logprob, others in zip(output.token_ids, output.logprobs, output.top_logprobs, strict=True):
         table: dict[str, float] = {}
-        for other, value in [*others, (token, logprob)]:  # the drawn token is always among them
+        for other, value in [*possible(others), (token, logprob)]:  # the drawn token is always among them
             table.setdefault(names.name(other), value)
         told.append(table)
     return told
