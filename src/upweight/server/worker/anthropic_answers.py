@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 from upweight.inference.types import FinishReason, GenerationOutput
@@ -68,34 +68,46 @@ class Message:
 async def message_events(running: Running, message: Message) -> AsyncIterator[bytes]:
     """message_start, blocks, message_delta, message_stop; or an error event after which nothing follows."""
     yield _event("message_start", message=message.begun())
-    stream, text_open, blocks = ContentStream(message.asked.tools), False, 0
+    stream, blocks = ContentStream(message.asked.tools), _Blocks()
     async for _, item in running.items():
         if isinstance(item, str):
-            piece = stream.push(item)
+            for event in blocks.text(stream.push(item)):
+                yield event
         elif problem := running.failure(item):
             yield _event("error", **anthropic_error_body(*problem))
-            return
         else:
             rest = stream.finish(message.tokenizer, item)
-            piece = rest.content
-        if piece:
-            if not text_open:
-                yield _block_start(blocks, {"type": "text", "text": ""})
-                text_open = True
-            yield _block_delta(blocks, {"type": "text_delta", "text": piece})
-        if isinstance(item, str):
-            continue
-        if text_open or not rest.calls:
-            if not text_open:
-                yield _block_start(blocks, {"type": "text", "text": ""})
-            yield _event("content_block_stop", index=blocks)
-            blocks += 1
-        for index, call in enumerate(rest.calls, blocks):
-            for event in _call_events(index, call):
+            for event in (*blocks.text(rest.content), *blocks.end(rest.calls)):
                 yield event
-        told = message.stopped(item, bool(rest.calls))
-        yield _event("message_delta", delta=told, usage={"output_tokens": len(item.token_ids)})
-        yield _event("message_stop")
+            told = message.stopped(item, bool(rest.calls))
+            yield _event("message_delta", delta=told, usage={"output_tokens": len(item.token_ids)})
+            yield _event("message_stop")
+
+
+class _Blocks:
+    """The blocks of one stream: one with the text, begun with its first piece, then one a call."""
+
+    def __init__(self) -> None:
+        self._text_is_open = False
+
+    def text(self, piece: str) -> Iterator[bytes]:
+        if not piece:
+            return
+        yield from self._open_text()
+        yield _block_delta(0, {"type": "text_delta", "text": piece})
+
+    def end(self, calls: Sequence[ToolCall]) -> Iterator[bytes]:
+        if not calls:
+            yield from self._open_text()  # a message has one block at least
+        if self._text_is_open:
+            yield _event("content_block_stop", index=0)
+        for index, call in enumerate(calls, int(self._text_is_open)):
+            yield from _call_events(index, call)
+
+    def _open_text(self) -> Iterator[bytes]:
+        if not self._text_is_open:
+            self._text_is_open = True
+            yield _block_start(0, {"type": "text", "text": ""})
 
 
 def _call_events(index: int, call: ToolCall) -> Iterator[bytes]:
@@ -122,4 +134,10 @@ def _block_delta(index: int, delta: dict[str, Any]) -> bytes:
 
 
 def _event(kind: str, **data: Any) -> bytes:
-    return b"event: " + kind.encode() + b"\ndata: " + json.dumps({"type": kind, **data}).encode() + b"\n\n"
+    return (
+        b"event: "
+        + kind.encode()
+        + b"\ndata: "
+        + json.dumps({"type": kind, **data}, allow_nan=False).encode()
+        + b"\n\n"
+    )

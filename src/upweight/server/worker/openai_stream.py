@@ -72,4 +72,4 @@ def _delta(index: int, delta: dict[str, Any]) -> dict[str, Any]:
 
 
 def _event(body: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(body).encode() + b"\n\n"
+    return b"data: " + json.dumps(body, allow_nan=False).encode() + b"\n\n"
