@@ -22,6 +22,6 @@ class Served:
     def quiet(self, seconds: float = 10) -> None:
         """Waits until the engine holds no request."""
         end = time.monotonic() + seconds
-        while (stats := self.core.engine.stats())["active"] + stats["waiting"]:
+        while (stats := self.core.engine.stats())["active_tasks"] + stats["waiting_queue"]:
             assert time.monotonic() < end, stats
             time.sleep(0.01)

@@ -54,20 +54,20 @@ def test_a_stream_that_is_left_frees_its_rows(served: Served, path: str) -> None
     body = {**LONG, "messages": [{"role": "user", "content": "Go on"}], "stream": True}
     for name in {"completions": ["messages"], "messages": ["prompt", "ignore_eos"]}.get(path, ["prompt"]):
         del body[name]
-    before = served.core.engine.stats()["tokens"]
+    before = served.core.engine.stats()["total_tokens"]
     with served.http.stream("POST", f"/openai/v1/{path}", json=body) as answer:
         assert answer.status_code == 200
         next(answer.iter_raw())
     served.quiet()
-    assert served.core.engine.stats()["tokens"] - before < 300
+    assert served.core.engine.stats()["total_tokens"] - before < 300
 
 
 def test_a_request_that_is_left_frees_its_row(served: Served) -> None:
-    before = served.core.engine.stats()["tokens"]
+    before = served.core.engine.stats()["total_tokens"]
     with pytest.raises(httpx.ReadTimeout):
         served.http.post("/openai/v1/completions", json=LONG, timeout=0.1)
     served.quiet()
-    assert served.core.engine.stats()["tokens"] - before < 300
+    assert served.core.engine.stats()["total_tokens"] - before < 300
 
 
 def test_a_time_limit_ends_a_request(served: Served) -> None:
@@ -86,7 +86,7 @@ def test_a_full_queue_says_when_to_come_again(served: Served) -> None:
     first = threading.Thread(target=served.post, args=("completions",), kwargs={**LONG, "n": 60, "max_tokens": 40})
     first.start()
     end = time.monotonic() + 10
-    while served.core.engine.stats()["active"] == 0:
+    while served.core.engine.stats()["active_tasks"] == 0:
         assert time.monotonic() < end
         time.sleep(0.005)
     full = served.post("completions", prompt="a", n=8)

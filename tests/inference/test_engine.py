@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,17 +10,7 @@ import pytest
 from upweight.errors import RequestError
 from upweight.inference.engine import Engine, EngineBusy
 from upweight.inference.types import FinishReason, GenerationOutput, SamplingParams
-from upweight.weights.loading import LoadedModel, load_model
-
-
-@pytest.fixture(scope="module")
-def model(tiny_model_folder: Path) -> LoadedModel:
-    loaded = load_model(str(tiny_model_folder))
-    # Larger weights than at the start of a training: logits far from uniform, so that a wrong context shows.
-    embed = loaded.params["embed"] * 40.0
-    layers = [{k: v * (8.0 if v.ndim == 2 else 1.0) for k, v in layer.items()} for layer in loaded.params["layers"]]
-    loaded.params.update(embed=embed, layers=layers)
-    return loaded
+from upweight.weights.loading import LoadedModel
 
 
 @pytest.fixture(scope="module")
@@ -188,9 +177,15 @@ def test_rows_that_live_through_a_swap_say_so(model: LoadedModel) -> None:
 def test_small_store_preempts_and_gives_the_same_answers(model: LoadedModel, engine: Engine) -> None:
     params = [SamplingParams(max_tokens=30, seed=i, ignore_eos=True) for i in range(4)]
     expected = engine.generate(PROMPTS, params)
-    from upweight.inference.runner import page_bytes
+    from upweight.inference.programs import token_bytes
 
-    small = Engine(model.config, model.params, model.tokenizer, max_rows=4, store_bytes=70 * page_bytes(model.config))
+    small = Engine(
+        model.config,
+        model.params,
+        model.tokenizer,
+        max_rows=4,
+        store_bytes=70 * token_bytes(model.config, model.params),
+    )
     small.start()
     outputs = small.generate(PROMPTS, params)
     assert small.stats()["preemptions"] > 0
@@ -220,7 +215,7 @@ def test_cancel_and_deadline(model: LoadedModel, engine: Engine) -> None:
     assert finished.acquire(timeout=60)
     assert finished.acquire(timeout=60)
     assert {output.finish_reason for output in done} == {FinishReason.ABORTED}
-    assert engine.stats()["active"] == 0
+    assert engine.stats()["active_tasks"] == 0
 
 
 @pytest.mark.parametrize(

@@ -158,12 +158,13 @@ def test_eviction_keeps_what_rows_use() -> None:
     pool = PagePool(8)
     tree = PrefixTree(pool)
     pages = [pool.take() for _ in range(4)]
-    tree.insert([1, 2, 3, 4], pages)
+    tree.insert([1, 2, 3, 4], pages, 0)
     for page in pages:
         pool.release(page)
-    held = tree.match([1, 2])
+    held, version = tree.match([1, 2])
+    assert version == 0
     tree.evict(7)
-    assert tree.match([1, 2, 3, 4]) == held
+    assert tree.match([1, 2, 3, 4]) == (held, 0)
     assert pool.num_free == 5
     assert len({pool.take() for _ in range(5)}) == 5
     with pytest.raises(IndexError):

@@ -15,7 +15,7 @@ plain_draw = jax.jit(lambda logits, inputs: draw(logits, inputs, filtered=False)
 filtered_draw = jax.jit(lambda logits, inputs: draw(logits, inputs, filtered=True))
 
 
-def reference_kept(x: np.ndarray, top_k: int, top_p: float) -> np.ndarray:
+def reference_kept(x: np.ndarray, top_k: int, top_p: float, min_p: float = 0.0) -> np.ndarray:
     """bool [V] by sorting everything in float64."""
     x = x.astype(np.float64)
     kept = np.ones(len(x), bool)
@@ -28,6 +28,8 @@ def reference_kept(x: np.ndarray, top_k: int, top_p: float) -> np.ndarray:
         reached = np.cumsum(p[order]) >= top_p
         last = order[int(np.argmax(reached))] if reached.any() else order[-1]
         kept &= x >= x[last]
+    if min_p > 0:
+        kept &= np.exp(x - x.max()) >= min_p
     return kept
 
 
@@ -37,12 +39,17 @@ def reference_kept(x: np.ndarray, top_k: int, top_p: float) -> np.ndarray:
     spread=st.sampled_from([0.01, 1.0, 8.0]),
     top_k=st.sampled_from([0, 1, 2, 50, 128, 129, 300, VOCAB, 9999]),
     top_p=st.sampled_from([0.0, 0.1, 0.5, 0.9, 0.999, 1.0]),
+    min_p=st.sampled_from([0.0, 0.05, 1.0]),
 )
-def test_kept_sets_are_those_of_a_full_sort(seed: int, spread: float, top_k: int, top_p: float) -> None:
+def test_kept_sets_are_those_of_a_full_sort(seed: int, spread: float, top_k: int, top_p: float, min_p: float) -> None:
     logits = (np.random.default_rng(seed).standard_normal((2, VOCAB)) * spread).astype(np.float32)
-    kept = np.isfinite(np.asarray(filters(logits, np.full(2, top_k, np.int32), np.full(2, top_p, np.float32))))
+    kept = np.isfinite(
+        np.asarray(
+            filters(logits, np.full(2, top_k, np.int32), np.full(2, top_p, np.float32), np.full(2, min_p, np.float32))
+        )
+    )
     for row in range(2):
-        expected = reference_kept(logits[row], top_k, top_p)
+        expected = reference_kept(logits[row], top_k, top_p, min_p)
         # Rounding of the cumulative sum may move the border by one token of its own probability.
         assert abs(int(kept[row].sum()) - int(expected.sum())) <= 1
         assert kept[row].sum() >= 1
@@ -54,6 +61,7 @@ def inputs(rows: int, **given: float) -> SamplingInputs:
         temperature=np.full(rows, given.get("temperature", 1.0), np.float32),
         top_k=np.full(rows, given.get("top_k", 0), np.int32),
         top_p=np.full(rows, given.get("top_p", 1.0), np.float32),
+        min_p=np.full(rows, given.get("min_p", 0.0), np.float32),
         seed=np.stack([np.zeros(rows), np.arange(rows)], axis=1).astype(np.uint32),
         drawn=np.zeros(rows, np.int32),
     )
@@ -113,18 +121,69 @@ def test_greedy_takes_the_lowest_of_equal_ids_and_reports_the_raw_value() -> Non
     np.testing.assert_allclose(out.raw_logprob, expected, atol=1e-5)
 
 
-def test_penalty_counts_occurrences_after_filters_and_is_not_divided_by_temperature() -> None:
+def changes(**given: object) -> Adjustments:
+    """Adjustments of one row; nothing changes unless given."""
+    fields = {
+        "bias_ids": [[-1]], "bias": [[0.0]], "recent_ids": [[-1]], "counts": [[0.0]],
+        "repetition": [1.0], "frequency": [0.0], "presence": [0.0],
+    } | given  # fmt: skip
+    return Adjustments(**{name: jnp.asarray(value) for name, value in fields.items()})
+
+
+def logprobs_of(x: list[float]) -> np.ndarray:
+    return np.array(x) - np.log(np.exp(np.array(x)).sum())
+
+
+def test_penalties_count_occurrences_after_filters_and_are_not_divided_by_temperature() -> None:
     logits = jnp.asarray([[2.0, 1.0, 0.0, -1.0]])
-    given = Adjustments(penalty=jnp.asarray([0.5]), recent=jnp.asarray([[0, 0, 2, -1]]), barred=jnp.asarray([[3, -1]]))
-    settings_ = inputs(1, temperature=0.5)
-    out = draw(logits, settings_, given, filtered=False)
-    x = np.array([2.0 / 0.5 - 2 * 0.5, 1.0 / 0.5, 0.0 / 0.5 - 0.5, -np.inf])
-    p = np.exp(x) / np.exp(x).sum()
-    assert float(out.logprob[0]) == pytest.approx(np.log(p[int(out.token[0])]), abs=1e-6)
-    greedy = draw(logits, inputs(1, temperature=0.0), given._replace(penalty=jnp.asarray([0.6])), filtered=False)
-    assert int(greedy.token[0]) == 1  # 2 − 1.2 < 1
-    raw = np.log(np.exp(1.0) / np.exp([2.0, 1.0, 0.0, -1.0]).sum())
+    given = changes(
+        recent_ids=[[0, 2]], counts=[[2.0, 1.0]], frequency=[0.5], presence=[0.25], bias_ids=[[3]], bias=[[-jnp.inf]]
+    )
+    out = draw(logits, inputs(1, temperature=0.5), given, filtered=False)
+    expected = logprobs_of([2.0 / 0.5 - 2 * 0.5 - 0.25, 1.0 / 0.5, 0.0 / 0.5 - 0.5 - 0.25, -np.inf])
+    assert float(out.logprob[0]) == pytest.approx(expected[int(out.token[0])], abs=1e-6)
+    greedy = draw(logits, inputs(1, temperature=0.0), given._replace(frequency=jnp.asarray([0.6])), filtered=False)
+    assert int(greedy.token[0]) == 1  # 2 − 1.2 − 0.25 < 1
+    raw = logprobs_of([2.0, 1.0, 0.0, -1.0])[1]
     assert float(greedy.logprob[0]) == pytest.approx(raw, abs=1e-6)
+
+
+def test_bias_comes_before_the_repetition_penalty_and_both_before_temperature() -> None:
+    logits = jnp.asarray([[2.0, 1.0, -0.5, -1.0]])
+    given = changes(
+        bias_ids=[[0, 1]], bias=[[1.0, -3.0]], recent_ids=[[0, 1, 2]], counts=[[1.0, 1.0, 4.0]], repetition=[2.0]
+    )
+    out = draw(logits, inputs(1, temperature=0.5), given, filtered=False)
+    expected = logprobs_of([(2.0 + 1.0) / 2 / 0.5, (1.0 - 3.0) * 2 / 0.5, -0.5 * 2 / 0.5, -1.0 / 0.5])
+    assert float(out.logprob[0]) == pytest.approx(expected[int(out.token[0])], abs=1e-6)
+    assert float(out.raw_logprob[0]) == pytest.approx(logprobs_of([2.0, 1.0, -0.5, -1.0])[int(out.token[0])], abs=1e-6)
+
+
+def test_only_allowed_tokens_are_drawn() -> None:
+    rows = 500
+    allowed = np.zeros((1, -(-VOCAB // 8)), np.uint8)
+    for token in (3, 8, 399):
+        allowed[0, token // 8] |= 1 << token % 8
+    one = changes(allowed=np.repeat(allowed, rows, 0))
+    given = Adjustments(*(jnp.broadcast_to(x, (rows, *x.shape[1:])) for x in one))
+    logits = np.random.default_rng(2).standard_normal((rows, VOCAB)).astype(np.float32)
+    out = draw(logits, inputs(rows), given, filtered=False)
+    assert set(np.asarray(out.token).tolist()) == {3, 8, 399}
+    drawn = np.asarray(out.token)
+    kept = logits[:, [3, 8, 399]].astype(np.float64)
+    expected = logits[np.arange(rows), drawn] - np.log(np.exp(kept).sum(-1))
+    np.testing.assert_allclose(np.asarray(out.logprob), expected, atol=1e-5)
+
+
+def test_alternatives_are_the_likeliest_of_the_distribution_drawn_from() -> None:
+    logits = np.random.default_rng(4).standard_normal((2, VOCAB)).astype(np.float32)
+    settings_ = inputs(2, temperature=0.5)._replace(temperature=np.array([0.5, 0.0], np.float32))
+    out = draw(logits, settings_, filtered=False, alternatives=True)
+    for row, scale in enumerate([0.5, 1.0]):
+        expected = logprobs_of(list(logits[row].astype(np.float64) / scale))
+        order = np.argsort(-expected)[:20]
+        assert np.asarray(out.best_ids)[row].tolist() == order.tolist()
+        np.testing.assert_allclose(np.asarray(out.best_logprobs)[row], expected[order], atol=1e-5)
 
 
 def test_logits_of_the_caller_are_untouched() -> None:

@@ -117,6 +117,7 @@ def test_statistics_of_one_job_and_of_all(server: Running) -> None:
     assert set(both["jobs"]) == {first, second}
     lines = server.http.get("/metrics").text.splitlines()
     assert f'upweight_engine_total_tokens{{job="{first}"}} 12' in lines
+    assert f'upweight_engine_tokens_by_version{{job="{first}",version="0"}} 12' in lines
 
 
 def test_means_are_weighted_by_tasks() -> None:

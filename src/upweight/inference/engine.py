@@ -12,17 +12,21 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import secrets
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal, get_args
 
-from upweight.errors import EngineError, RequestError
+from upweight.errors import ConfigError, EngineError
 from upweight.inference.answer import AnswerText
-from upweight.inference.runner import Drawn, ModelRunner, page_bytes
+from upweight.inference.checks import check_request
+from upweight.inference.metrics import EngineMetrics, RequestTimes
+from upweight.inference.programs import Programs, token_bytes
+from upweight.inference.runner import CACHE_BYTES, Drawn, ModelRunner, Scored
 from upweight.inference.scheduler import Row, Scheduler
 from upweight.inference.types import FinishReason, GenerationOutput, OnDone, OnText, Request, SamplingParams
 from upweight.models.config import DecoderConfig
@@ -34,7 +38,14 @@ log = logging.getLogger(__name__)
 
 STORE_BYTES = 768 << 20
 MAX_FAILURES = 3
-LEAST_TEMPERATURE = 1e-3
+
+OnUpdate = Literal["continue", "recompute", "drain", "abort"]
+"""What running rows do when the weights change: go on over the keys and values they have, compute these again first, finish before
+the swap while nothing new is admitted, or end as aborted."""
+
+CacheOnUpdate = Literal["version", "flush", "keep"]
+"""What becomes of known prefixes: used only under the version that computed them (`version`, `flush`: freed at once, since no later
+request may use them), or used on under every version (`keep`: cheaper, and log-probs no longer agree with a full forward pass)."""
 
 
 class EngineBusy(EngineError):
@@ -49,6 +60,14 @@ class _Live:
     row: Row
     answer: AnswerText
     output: GenerationOutput
+    times: RequestTimes
+
+
+@dataclass(frozen=True)
+class _Swap:
+    params: Params
+    version: int
+    done: Callable[[str | BaseException], None]
 
 
 class Engine:
@@ -64,28 +83,38 @@ class Engine:
         max_context: int | None = None,
         max_queue: int = 4096,
         store_bytes: int = STORE_BYTES,
+        cache_bytes: int = CACHE_BYTES,
         version: int = 0,
+        on_update: OnUpdate = "continue",
+        cache_on_update: CacheOnUpdate = "version",
     ) -> None:
+        _one_of("on_update", on_update, get_args(OnUpdate))
+        _one_of("cache_on_update", cache_on_update, get_args(CacheOnUpdate))
+        if cache_on_update == "keep":
+            log.warning("known prefixes are kept when weights change: new answers may rest on old keys and values")
         self.config = config
         self.tokenizer = tokenizer
         self.max_context = min(max_context or config.max_context, config.max_context)
         self.max_queue = max_queue
-        pages = 1 + max(64, min(store_bytes // page_bytes(config), max_rows * self.max_context))
-        self.scheduler = Scheduler(max_rows=max_rows, num_pages=pages)
+        pages = 1 + max(64, min(store_bytes // token_bytes(config, params), max_rows * self.max_context))
+        self.scheduler = Scheduler(max_rows=max_rows, num_pages=pages, keep_prefixes=cache_on_update == "keep")
         self.scheduler.set_version(version)
+        self.on_update: OnUpdate = on_update
+        programs = Programs(config)
         self._make_runner: Callable[[Params], ModelRunner] = lambda weights: ModelRunner(
-            config, weights, num_pages=pages, max_rows=max_rows
+            config, weights, num_pages=pages, max_rows=max_rows, programs=programs, cache_bytes=cache_bytes
         )
         self.runner = self._make_runner(params)
+        self.metrics = EngineMetrics()
         self._ids = itertools.count(1)
         self._live: dict[int, _Live] = {}
         self._orders: deque[Callable[[], None]] = deque()
+        self._swaps: deque[_Swap] = deque()
         self._wake = threading.Condition()
         self._stopping = False
         self._dead: str | None = None
         self._thread: threading.Thread | None = None
         self._failures = 0
-        self._counts = {"requests": 0, "finished": 0, "tokens": 0, "steps": 0, "prompt_tokens": 0, "cached_tokens": 0}
 
     # ---- from any thread -------------------------------------------------------------------------------------------
 
@@ -136,12 +165,13 @@ class Engine:
             on_text=on_text,
             deadline=None if timeout is None else time.monotonic() + timeout,
         )
-        self._order(lambda: self._accept(request))
+        times = RequestTimes(submitted=time.monotonic())
+        self._order(lambda: self._accept(request, times))
         return request.id
 
     def check(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
         """Raises what `submit` would raise now."""
-        self._check(prompt_ids, params)
+        check_request(prompt_ids, params, self.config.vocab_size)
         if not self.alive:
             raise EngineError(self._dead or "the engine is stopped")
         if len(self._live) + len(self._orders) >= self.max_queue:
@@ -167,7 +197,7 @@ class Engine:
             return store
 
         for prompt, one in zip(prompts, each, strict=True):
-            self._check(prompt, one)
+            check_request(prompt, one, self.config.vocab_size)
         for index, (prompt, one) in enumerate(zip(prompts, each, strict=True)):
             self.submit(prompt, one, done(index))
         for _ in prompts:
@@ -175,26 +205,22 @@ class Engine:
         return [output for output in outputs if output is not None]
 
     def set_weights(self, params: Params, version: int) -> str:
-        """Swaps between two steps; returns the fingerprint of the arrays that the compiled steps receive from now on."""
-        done: deque[str | BaseException] = deque()
+        """Swaps between two steps; returns the fingerprint of the arrays that the compiled steps receive from now on.
+
+        Waits for rows to finish if `on_update` is "drain".
+        """
+        results: deque[str | BaseException] = deque()
         finished = threading.Event()
 
-        def swap() -> None:
-            try:
-                self.runner.params = params
-                self.scheduler.set_version(version)
-                done.append(fingerprint(self.runner.params))
-            except BaseException as error:
-                done.append(error)
-                raise
-            finally:
-                finished.set()
+        def done(result: str | BaseException) -> None:
+            results.append(result)
+            finished.set()
 
-        self._order(swap)
+        self._order(lambda: self._swaps.append(_Swap(params, version, done)))
         while not finished.wait(1.0):
             if not self.alive:
                 raise EngineError(self._dead or "the engine is stopped")
-        result = done.pop()
+        result = results.pop()
         if isinstance(result, BaseException):
             raise EngineError(f"weights could not be swapped: {result}") from result
         return result
@@ -203,14 +229,17 @@ class Engine:
         """Of the arrays that the compiled decode receives."""
         return fingerprint(self.runner.params)
 
-    def stats(self) -> dict[str, float]:
+    def stats(self) -> dict[str, Any]:
+        """Counts since the start, averages over the last requests, and what runs and waits now."""
+        running = len(self.scheduler.running)
         return {
-            **self._counts,
-            "active": len(self.scheduler.running),
-            "waiting": len(self._live) - len(self.scheduler.running),
+            **self.metrics.summary(),
+            "active_tasks": running,
+            "waiting_queue": max(0, len(self._live) - running) + len(self._orders),
             "preemptions": self.scheduler.preemptions,
             "prefilled_tokens": self.scheduler.prefilled_tokens,
             "programs": self.runner.num_programs,
+            "weights_version": self.version,
         }
 
     # ---- in the loop's thread --------------------------------------------------------------------------------------
@@ -242,62 +271,150 @@ class Engine:
         while self._orders:
             self._orders.popleft()()
         self._abort_late()
+        swapped = self._swap_weights()
         plan = self.scheduler.plan()
         if plan.empty:
-            return False
-        self.runner.prefill(plan.prefill)
-        if plan.decode:
-            self._hand_out(plan.decode, self.runner.decode(plan.decode))
+            return swapped
+        self._take_scores(self.runner.prefill(plan.prefill))
+        rows = self._constrained(plan.decode)
+        if rows:
+            self._hand_out(rows, self.runner.decode(rows))
         self._failures = 0
-        self._counts["steps"] += 1
+        self.metrics.steps += 1
         return True
+
+    def _swap_weights(self) -> bool:
+        """Makes the versions that wait the current ones, in order, as far as `on_update` lets it."""
+        swapped = False
+        while self._swaps:
+            if self.on_update == "drain" and (self.scheduler.running or self.scheduler.interrupted):
+                self.scheduler.draining = True
+                break
+            swap = self._swaps.popleft()
+            if self.on_update == "abort":
+                for live in [x for x in self._live.values() if x.row in self.scheduler.running]:
+                    self._abort(live.request.id, f"the weights changed to version {swap.version}")
+            elif self.on_update == "recompute":
+                self.scheduler.restart_running()
+            try:
+                self.runner.params = swap.params
+                self.scheduler.set_version(swap.version)
+                swap.done(fingerprint(self.runner.params))
+            except BaseException as error:
+                swap.done(error)
+                raise
+            swapped = True
+        self.scheduler.draining = bool(self._swaps)
+        return swapped
+
+    def _take_scores(self, scored: Sequence[Scored]) -> None:
+        """Log-probs of prompt tokens reach their outputs; rows that wanted nothing else end."""
+        for row, start, logprobs in scored:
+            live = self._live[row.request.id]
+            known = live.output.prompt_logprobs
+            if known is None:
+                continue
+            for position, logprob in enumerate(logprobs, start + 1):
+                if position < len(known):
+                    known[position] = logprob
+        for row in {id(score.row): score.row for score in scored}.values():  # a long prompt comes in several pieces
+            if row.only_scored and not row.missing:
+                self._end(self._live[row.request.id], FinishReason.LENGTH)
+
+    def _constrained(self, rows: Sequence[Row]) -> list[Row]:
+        """Sets the masks of rows under a constraint; a constraint that fails takes its row alone."""
+        kept: list[Row] = []
+        for row in rows:
+            if row.constraint is not None:
+                try:
+                    row.allowed = row.constraint.allowed()
+                except Exception as error:  # noqa: BLE001 - the caller's code; the loop must live
+                    self._fail(row, error)
+                    continue
+            kept.append(row)
+        return kept
+
+    def _fail(self, row: Row, error: Exception) -> None:
+        live = self._live[row.request.id]
+        live.output.error = f"{type(error).__name__}: {error}"
+        self._end(live, FinishReason.ERROR)
 
     def _nap(self) -> float | None:
         """How long an idle loop may sleep: until an order comes, or the next deadline."""
         deadlines = [live.request.deadline for live in self._live.values() if live.request.deadline is not None]
         return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
 
-    def _accept(self, request: Request) -> None:
-        seed = secrets.randbits(64) if request.params.seed is None else request.params.seed & (2**64 - 1)
+    def _accept(self, request: Request, times: RequestTimes) -> None:
+        params = request.params
+        seed = secrets.randbits(64) if params.seed is None else params.seed & (2**64 - 1)
         prompt_len = len(request.prompt_ids)
         room = min(self.max_context, self.scheduler.capacity)
-        wanted = room if request.params.max_tokens is None else prompt_len + request.params.max_tokens
-        eos = frozenset() if request.params.ignore_eos else frozenset(self.tokenizer.eos_ids)
+        wanted = room if params.max_tokens is None else prompt_len + params.max_tokens
+        eos = frozenset() if params.ignore_eos else frozenset(self.tokenizer.eos_ids)
         row = Row(
             request=request,
             tokens=list(request.prompt_ids),
             limit=min(wanted, room),
             seed=seed,
-            stop_ids=request.params.stop_ids | eos,
+            stop_ids=params.stop_ids | eos,
         )
-        answer = AnswerText(self.tokenizer, request.params.stop)
-        live = _Live(request, row, answer, GenerationOutput(prompt_len=prompt_len, seed=seed))
+        output = GenerationOutput(prompt_len=prompt_len, seed=seed)
+        if params.prompt_logprobs:
+            output.prompt_logprobs = [None] * prompt_len
+        live = _Live(request, row, AnswerText(self.tokenizer, params.stop), output, times)
         self._live[request.id] = live
-        self._counts["requests"] += 1
-        self._counts["prompt_tokens"] += prompt_len
-        if prompt_len >= room:
-            live.output.error = f"the prompt has {prompt_len} tokens, {room - 1} fit"
+        self.metrics.requests += 1
+        self.metrics.prompt_tokens += prompt_len
+        fits = room if params.max_tokens == 0 else room - 1
+        if prompt_len > fits:
+            output.error = f"the prompt has {prompt_len} tokens, {fits} fit"
             self._close(live, FinishReason.REJECTED)
-        elif request.params.max_tokens == 0:
+        elif params.max_tokens == 0 and not (params.prompt_logprobs and prompt_len > 1):
             self._close(live, FinishReason.LENGTH)
         else:
-            self.scheduler.add(row)
+            self._begin(live)
+
+    def _begin(self, live: _Live) -> None:
+        make = live.request.params.constraint
+        try:
+            live.row.constraint = None if make is None else make()
+        except Exception as error:  # noqa: BLE001 - the caller's code; the loop must live
+            live.output.error = f"{type(error).__name__}: {error}"
+            self._close(live, FinishReason.ERROR)
+        else:
+            self.scheduler.add(live.row)
 
     def _hand_out(self, rows: Sequence[Row], drawn: Drawn) -> None:
-        for row, token, logprob, raw in zip(rows, *drawn, strict=True):
+        for at, row in enumerate(rows):
             live = self._live[row.request.id]
+            token, raw = drawn.tokens[at], drawn.raw_logprobs[at]
+            if math.isnan(raw):
+                self._fail(row, EngineError("the model gave logits that are not finite"))
+                continue
             self.scheduler.advance(row, token)
             output = live.output
             output.token_ids.append(token)
-            output.logprobs.append(logprob)
+            output.logprobs.append(drawn.logprobs[at])
             output.raw_logprobs.append(raw)
             output.token_versions.append(self.scheduler.version)
-            self._counts["tokens"] += 1
-            reason = self._finish_reason(live, token)
-            if reason is None:
-                self._give_text(live)
-            else:
-                self._end(live, reason)
+            if drawn.best is not None and live.request.params.top_logprobs:
+                output.top_logprobs.append(drawn.best[at])
+            self.metrics.token(self.scheduler.version, live.times)
+            self._go_on(live, token)
+
+    def _go_on(self, live: _Live, token: int) -> None:
+        """Ends the row if this was its last token, else gives out what text became final."""
+        if live.row.constraint is not None:
+            try:
+                live.row.constraint.accept(token)
+            except Exception as error:  # noqa: BLE001 - the caller's code; the loop must live
+                self._fail(live.row, error)
+                return
+        reason = self._finish_reason(live, token)
+        if reason is None:
+            self._give_text(live)
+        else:
+            self._end(live, reason)
 
     def _finish_reason(self, live: _Live, token: int) -> FinishReason | None:
         if token in live.row.stop_ids:
@@ -323,9 +440,8 @@ class Engine:
         live.answer.flush()
         self._give_text(live, last=True)
         output = replace(live.output, finish_reason=reason, text=live.answer.text)
-        output.cached_tokens = live.row.cached_tokens
-        self._counts["finished"] += 1
-        self._counts["cached_tokens"] += output.cached_tokens
+        output.cached_tokens, output.cached_version = live.row.cached_tokens, live.row.cached_version
+        self.metrics.done(live.request.id, output, live.times)
         del self._live[live.request.id]
         _guarded(live.request.on_done, output)
 
@@ -349,37 +465,15 @@ class Engine:
             if live.row in self.scheduler.running:
                 live.output.error = f"{type(error).__name__}: {error}"
                 self._end(live, FinishReason.ERROR)
-        self.scheduler.set_version(self.scheduler.version)
+        self.scheduler.forget()
         self.runner = self._make_runner(self.runner.params)
         if self._failures >= MAX_FAILURES:
             self._dead = f"the engine failed {self._failures} times in a row, last: {error}"
 
-    def _check(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
-        if not len(prompt_ids):
-            raise RequestError("the prompt is empty", field="prompt")
-        vocab = self.config.vocab_size
-        wrong = next((i for i in prompt_ids if not 0 <= i < vocab), None)
-        if wrong is not None:
-            raise RequestError(f"token id {wrong} is outside the vocabulary of {vocab}", field="prompt")
-        _in_range("temperature", params.temperature, 0, 100)
-        if 0 < params.temperature < LEAST_TEMPERATURE:  # logits over it would leave the range of float32
-            raise RequestError(
-                f"temperature is {params.temperature}; it must be 0 (greedy) or at least {LEAST_TEMPERATURE}",
-                field="temperature",
-            )
-        _in_range("top_p", params.top_p, 0, 1)
-        _in_range("top_k", params.top_k, 0, None)
-        if params.max_tokens is not None:
-            _in_range("max_tokens", params.max_tokens, 0, None)
-        _in_range("min_tokens", params.min_tokens, 0, None)
-        _in_range("frequency_penalty", params.frequency_penalty, -100, 100)
-        _in_range("rep_window", params.rep_window, 0, None)
 
-
-def _in_range(field: str, value: float, low: float, high: float | None) -> None:
-    if not value >= low or (high is not None and value > high):
-        bound = f"at least {low}" if high is None else f"from {low} to {high}"
-        raise RequestError(f"{field} is {value}; it must be {bound}", field=field)
+def _one_of(name: str, value: str, known: Sequence[str]) -> None:
+    if value not in known:
+        raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(known)}")
 
 
 def _guarded(callback: Callable[[Any], None], value: Any) -> None:

@@ -46,29 +46,34 @@ class PagePool:
 
 
 class _Node:
-    __slots__ = ("children", "last_used", "page", "parent", "token")
+    __slots__ = ("children", "last_used", "page", "parent", "token", "version")
 
-    def __init__(self, page: int, token: int, parent: _Node | None) -> None:
+    def __init__(self, page: int, token: int, parent: _Node | None, version: int) -> None:
         self.page = page
         self.token = token
         self.parent = parent
+        self.version = version
         self.children: dict[int, _Node] = {}
         self.last_used = 0
 
 
 class PrefixTree:
-    """Exact prefixes whose keys and values are in the pool, all computed with the same weights version."""
+    """Exact prefixes whose keys and values are in the pool. The caller clears it when the weights change, or keeps it knowingly."""
 
     def __init__(self, pool: PagePool) -> None:
         self._pool = pool
-        self._root = _Node(0, -1, None)
+        self._root = _Node(0, -1, None, -1)
         self._clock = 0
         self.size = 0
 
-    def match(self, tokens: Sequence[int]) -> list[int]:
-        """Pages of the longest known prefix of `tokens`; the caller gets a use of each."""
+    def match(self, tokens: Sequence[int]) -> tuple[list[int], int | None]:
+        """Pages of the longest known prefix of `tokens`, and the oldest weights version they were computed with.
+
+        The caller gets a use of each page.
+        """
         self._clock += 1
         node, pages = self._root, []
+        oldest: int | None = None
         for token in tokens:
             found = node.children.get(token)
             if found is None:
@@ -77,16 +82,17 @@ class PrefixTree:
             node.last_used = self._clock
             self._pool.share(node.page)
             pages.append(node.page)
-        return pages
+            oldest = node.version if oldest is None else min(oldest, node.version)
+        return pages, oldest
 
-    def insert(self, tokens: Sequence[int], pages: Sequence[int]) -> None:
-        """Makes `tokens` known; where a prefix is known already its first pages stay."""
+    def insert(self, tokens: Sequence[int], pages: Sequence[int], version: int) -> None:
+        """Makes `tokens` known as computed with `version`; where a prefix is known already its first pages stay."""
         self._clock += 1
         node = self._root
         for token, page in zip(tokens, pages, strict=True):
             child = node.children.get(token)
             if child is None:
-                child = _Node(page, token, node)
+                child = _Node(page, token, node, version)
                 self._pool.share(page)
                 node.children[token] = child
                 self.size += 1

@@ -1,31 +1,30 @@
-"""The device side of the engine: key-value store and the two compiled steps, prefill and decode.
+"""The device side of the engine: weights, key-value stores and the calls of the compiled steps.
 
-Shapes come from a small grid: decode runs 2, 8, … or `max_rows` rows, prefill 1, 4 or 16 rows of 16, 64 or 256 tokens, page tables
-have a bucketed width. The store is donated from step to step and updated in place. Layers are unrolled, because carrying the
-store through a scan would copy it.
+Shapes come from a small grid: decode runs 2, 8, … or `max_rows` slots, prefill 1, 4 or 16 rows of 16, 64 or 256 tokens; page tables
+and slots have a bucketed width.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
+from upweight.inference.programs import Cache, Programs, empty_pages, token_bytes
 from upweight.inference.scheduler import PrefillPiece, Row
+from upweight.inference.slots import Slots
+from upweight.inference.step_inputs import adjustments, sampling_inputs
 from upweight.models.config import DecoderConfig
-from upweight.models.decoder import within_window
-from upweight.models.layers import Params, attend_dense, decoder_layer, logits_of, rms_norm, rope_angles
-from upweight.ops.packing import bucket, power_bucket
-from upweight.ops.sampling import Adjustments, Draw, SamplingInputs, draw
-
-Store = list[tuple[jax.Array, jax.Array]]
-"""Per layer keys and values, each [pages, K·D]; a page holds one token."""
+from upweight.models.layers import Params
+from upweight.ops.packing import bucket
+from upweight.ops.sampling import Draw
 
 _PREFILL_ROWS = (1, 4, 16)
 _PREFILL_TOKENS = (16, 64, 256)
+_WIDTH = 64
+CACHE_BYTES = 1 << 30  # beyond it decode gathers pages in every step: slower, but without a second copy of them
 
 
 class Drawn(NamedTuple):
@@ -34,159 +33,159 @@ class Drawn(NamedTuple):
     tokens: list[int]
     logprobs: list[float]
     raw_logprobs: list[float]
+    best: list[list[tuple[int, float]]] | None = None  # likeliest tokens with their log-probs, falling
 
 
-def page_bytes(config: DecoderConfig) -> int:
-    """Bytes of the store that one token takes, float32."""
-    return config.num_layers * 2 * config.kv_size * 4
+class Scored(NamedTuple):
+    """Log-probs of a row's own tokens `start + 1`, `start + 2`, …"""
 
-
-def store_tokens(
-    config: DecoderConfig,
-    params: Params,
-    store: Store,
-    tokens_BT: jax.Array,
-    positions_BT: jax.Array,
-    table_BW: jax.Array,
-    write_BT: jax.Array,
-) -> tuple[Store, jax.Array]:
-    """Runs tokens through the decoder over the pages of their rows → (store with their keys and values, hidden [B,T,H]).
-
-    `table_BW[b, s]` is the page of the row's token s, `write_BT` the page each new token goes to. All rows are written before
-    any is read, layer by layer, so rows of one call may share pages that the call itself computes.
-    """
-    rows, length = tokens_BT.shape
-    width = table_BW.shape[1]
-    key_positions = jnp.broadcast_to(jnp.arange(width), (rows, width))
-    past = key_positions[:, None, :] <= positions_BT[:, :, None]
-    angles = rope_angles(config, positions_BT)
-    x = params["embed"][tokens_BT]
-    kept: Store = []
-    for index, (layer, (keys, values)) in enumerate(zip(params["layers"], store, strict=True)):
-        window = config.windows[index] if config.windows else 0
-        allowed = within_window(past, positions_BT, key_positions, window) if window else past
-
-        def attend(
-            q: jax.Array,
-            k: jax.Array,
-            v: jax.Array,
-            keys: jax.Array = keys,
-            values: jax.Array = values,
-            allowed: jax.Array = allowed,
-        ) -> jax.Array:
-            keys = keys.at[write_BT].set(k.reshape(rows, length, config.kv_size))
-            values = values.at[write_BT].set(v.reshape(rows, length, config.kv_size))
-            kept.append((keys, values))
-            shape = (rows, width, config.num_kv_heads, config.head_dim)
-            return attend_dense(q, keys[table_BW].reshape(shape), values[table_BW].reshape(shape), allowed)
-
-        x = decoder_layer(config, layer, x, angles, attend)
-    return kept, rms_norm(x, params["norm"], config.norm_eps)
+    row: Row
+    start: int
+    logprobs: list[float]
 
 
 class ModelRunner:
-    """Holds the weights that requests are answered with and the key-value store."""
+    """Holds the weights that requests are answered with and the key-value stores."""
 
-    def __init__(self, config: DecoderConfig, params: Params, *, num_pages: int, max_rows: int) -> None:
+    def __init__(
+        self,
+        config: DecoderConfig,
+        params: Params,
+        *,
+        num_pages: int,
+        max_rows: int,
+        programs: Programs | None = None,
+        cache_bytes: int = CACHE_BYTES,
+    ) -> None:
         self.config = config
         self.params = params
-        self._store: Store = [
-            (jnp.zeros((num_pages, config.kv_size), jnp.float32), jnp.zeros((num_pages, config.kv_size), jnp.float32))
-            for _ in range(config.num_layers)
-        ]
+        self.programs = programs or Programs(config)
+        self._pages = empty_pages(config, params, num_pages)
+        self._cache: Cache | None = None
+        self._slots = Slots()
+        self._most_cached = cache_bytes // token_bytes(config, params)
         self._shapes: set[tuple[object, ...]] = set()
         self._row_sizes = sorted({size for size in (2, 8) if size < max_rows} | {max(2, max_rows)})
-
-        def prefill(params: Params, store: Store, inputs: dict[str, jax.Array]) -> Store:
-            return store_tokens(config, params, store, **inputs)[0]
-
-        def decode(
-            params: Params,
-            store: Store,
-            inputs: dict[str, jax.Array],
-            sampling: SamplingInputs,
-            adjustments: Adjustments | None,
-            filtered: bool,
-        ) -> tuple[Store, Draw]:
-            store, hidden = store_tokens(config, params, store, **inputs)
-            return store, draw(logits_of(params, hidden[:, 0]), sampling, adjustments, filtered=filtered)
-
-        self._prefill = jax.jit(prefill, donate_argnums=1)
-        self._decode = jax.jit(decode, donate_argnums=1, static_argnums=5)
 
     @property
     def num_programs(self) -> int:
         """Distinct shapes run so far; each is one program, compiled or fetched from the cache."""
         return len(self._shapes)
 
-    def prefill(self, pieces: Sequence[PrefillPiece]) -> None:
+    def prefill(self, pieces: Sequence[PrefillPiece]) -> list[Scored]:
         """Computes keys and values of the pieces, in order; a later piece may build on an earlier one."""
+        scored: list[Scored] = []
         for group in _prefill_groups(pieces):
             rows = _round_up(len(group), _PREFILL_ROWS)
             length = _round_up(max(piece.count for piece in group), _PREFILL_TOKENS)
-            width = bucket(max(piece.start + piece.count for piece in group), 64)
+            width = bucket(max(piece.start + piece.count for piece in group), _WIDTH)
             tokens, positions, write = np.zeros((3, rows, length), np.int32)
-            table = np.zeros((rows, width), np.int32)
             for b, piece in enumerate(group):
                 span = slice(piece.start, piece.start + piece.count)
                 tokens[b, : piece.count] = piece.row.tokens[span]
                 positions[b, : piece.count] = np.arange(span.start, span.stop)
                 write[b, : piece.count] = piece.row.pages[span]
-                table[b, : span.stop] = piece.row.pages[: span.stop]
+            table = _page_table([(piece.row, piece.start + piece.count) for piece in group], rows, width)
             inputs = {"tokens_BT": tokens, "positions_BT": positions, "table_BW": table, "write_BT": write}
-            self._shapes.add(("prefill", rows, length, width))
-            self._store = self._prefill(self.params, self._store, inputs)
+            if any(piece.row.request.params.prompt_logprobs for piece in group):
+                scored += self._prefill_scored(group, inputs)
+            else:
+                self._shapes.add(("prefill", rows, length, width))
+                self._pages = self.programs.prefill(self.params, self._pages, inputs)
+        return scored
 
     def decode(self, rows: Sequence[Row]) -> Drawn:
         """Computes each row's last token and draws its next one."""
         size = _round_up(len(rows), self._row_sizes)
-        width = bucket(max(len(row.tokens) for row in rows), 64)
+        width = bucket(max(len(row.tokens) for row in rows), _WIDTH)
+        if size * width > self._most_cached:
+            return self._decode_from_pages(rows, size, width)
+        slots = self._load(rows, size, width)
+        tokens, positions, write = np.zeros((3, size), np.int32)
+        for row, slot in zip(rows, slots, strict=True):
+            last = len(row.tokens) - 1
+            tokens[slot], positions[slot], write[slot] = row.tokens[last], last, row.pages[last]
+        inputs = {"tokens_B": tokens, "positions_B": positions, "write_B": write}
+        settings = self._settings("decode", rows, slots, size, width)
+        self._pages, self._cache, drawn = self.programs.decode(self.params, self._pages, self._cache, inputs, *settings)
+        return _taken(drawn, rows, slots)
+
+    def _decode_from_pages(self, rows: Sequence[Row], size: int, width: int) -> Drawn:
+        self._slots.clear()
+        self._cache = None
         tokens, positions, write = np.zeros((3, size, 1), np.int32)
-        table = np.zeros((size, width), np.int32)
-        temperature, top_p = np.ones((2, size), np.float32)
-        top_k, drawn_before = np.zeros((2, size), np.int32)
-        seed = np.zeros((size, 2), np.uint32)
-        filtered = False
         for b, row in enumerate(rows):
-            params = row.request.params
             last = len(row.tokens) - 1
             tokens[b], positions[b], write[b] = row.tokens[last], last, row.pages[last]
-            table[b, : last + 1] = row.pages
-            temperature[b], top_p[b] = params.temperature, params.top_p
-            top_k[b] = min(params.top_k, self.config.vocab_size)
-            seed[b] = row.seed >> 32, row.seed & 0xFFFFFFFF
-            drawn_before[b] = row.num_output
-            filtered |= params.filtered
+        table = _page_table([(row, len(row.tokens)) for row in rows], size, width)
         inputs = {"tokens_BT": tokens, "positions_BT": positions, "table_BW": table, "write_BT": write}
-        sampling = SamplingInputs(temperature, top_k, top_p, seed, drawn_before)  # type: ignore[arg-type]
-        adjustments = _adjustments(rows, size) if any(row.request.params.adjusted for row in rows) else None
-        extra = None if adjustments is None else (adjustments.recent.shape, adjustments.barred.shape)
-        self._shapes.add(("decode", size, width, filtered, extra))
-        self._store, drawn = self._decode(self.params, self._store, inputs, sampling, adjustments, filtered)
-        host = jax.device_get(drawn)
-        used = len(rows)
-        return Drawn(host.token[:used].tolist(), host.logprob[:used].tolist(), host.raw_logprob[:used].tolist())
+        slots = range(len(rows))
+        settings = self._settings("decode from pages", rows, slots, size, width)
+        self._pages, drawn = self.programs.decode_from_pages(self.params, self._pages, inputs, *settings)
+        return _taken(drawn, rows, slots)
+
+    def _load(self, rows: Sequence[Row], size: int, width: int) -> list[int]:
+        """Slots of the rows, those that are new loaded from their pages."""
+        placement = self._slots.place(rows, size, width)
+        count = size if placement.fresh else _round_up(len(placement.load), (0, *self._row_sizes))
+        if count == 0:
+            return placement.slots
+        new = [rows[at] for at in placement.load]
+        table = _page_table([(row, len(row.tokens) - 1) for row in new], count, width)
+        if placement.fresh:
+            self._cache = None  # freed before the new one is made
+            self._shapes.add(("load", size, width))
+            self._cache = self.programs.load_all(self._pages, table)
+        else:
+            numbers = np.full(count, size, np.int32)
+            numbers[: len(new)] = [placement.slots[at] for at in placement.load]
+            self._shapes.add(("load", count, size, width))
+            self._cache = self.programs.load_some(self._cache, self._pages, numbers, table)
+        return placement.slots
+
+    def _settings(
+        self, kind: str, rows: Sequence[Row], slots: Sequence[int], size: int, width: int
+    ) -> tuple[Any, Any, bool, bool]:
+        vocab = self.config.vocab_size
+        changes = adjustments(rows, slots, size, vocab)
+        filtered = any(row.request.params.filtered for row in rows)
+        alternatives = any(row.request.params.top_logprobs for row in rows)
+        shapes = None if changes is None else tuple(getattr(x, "shape", None) for x in changes)
+        self._shapes.add((kind, size, width, filtered, alternatives, shapes))
+        return sampling_inputs(rows, slots, size, vocab), changes, filtered, alternatives
+
+    def _prefill_scored(self, group: Sequence[PrefillPiece], inputs: dict[str, np.ndarray]) -> list[Scored]:
+        rows, length = inputs["tokens_BT"].shape
+        following = np.zeros((rows, length), np.int32)
+        temperature = np.ones(rows, np.float32)
+        for b, piece in enumerate(group):
+            span = slice(piece.start + 1, piece.start + 1 + piece.count)
+            following[b, : piece.count] = piece.row.tokens[span]
+            temperature[b] = piece.row.request.params.temperature or 1.0
+        self._shapes.add(("prefill scored", rows, length, inputs["table_BW"].shape[1]))
+        self._pages, logprobs = self.programs.prefill_scored(self.params, self._pages, inputs, following, temperature)
+        host = np.asarray(logprobs)
+        return [Scored(piece.row, piece.start, host[b, : piece.count].tolist()) for b, piece in enumerate(group)]
 
 
-def _adjustments(rows: Sequence[Row], size: int) -> Adjustments:
-    """Penalties and barred ids of a step; −1 where a row has none."""
-    recent: list[list[int]] = []
-    barred: list[list[int]] = []
-    for row in rows:
-        params = row.request.params
-        window = params.rep_window if params.frequency_penalty else 0
-        recent.append(row.tokens[-window:] if window else [])
-        barred.append(sorted(row.stop_ids) if row.num_output < params.min_tokens else [])
-    penalty = np.zeros(size, np.float32)
-    penalty[: len(rows)] = [row.request.params.frequency_penalty for row in rows]
-    return Adjustments(penalty, _id_table(recent, size, 64), _id_table(barred, size, 8))  # type: ignore[arg-type]
-
-
-def _id_table(lists: Sequence[Sequence[int]], size: int, least: int) -> np.ndarray:
-    table = np.full((size, power_bucket(max(map(len, lists), default=1), least)), -1, np.int32)
-    for b, ids in enumerate(lists):
-        table[b, : len(ids)] = ids
+def _page_table(rows: Sequence[tuple[Row, int]], size: int, width: int) -> np.ndarray:
+    """[size, width] pages of each row's first tokens; page 0 elsewhere."""
+    table = np.zeros((size, width), np.int32)
+    for b, (row, count) in enumerate(rows):
+        table[b, :count] = row.pages[:count]
     return table
+
+
+def _taken(drawn: Draw, rows: Sequence[Row], slots: Sequence[int]) -> Drawn:
+    host = jax.device_get(drawn)
+    at = np.asarray(slots)
+    best = None
+    if host.best_ids is not None:
+        best = [
+            [(int(t), float(x)) for t, x in zip(ids[: row.request.params.top_logprobs], values, strict=False)]
+            for row, ids, values in zip(rows, host.best_ids[at], host.best_logprobs[at], strict=True)
+        ]
+    return Drawn(host.token[at].tolist(), host.logprob[at].tolist(), host.raw_logprob[at].tolist(), best)
 
 
 def _round_up(n: int, sizes: Sequence[int]) -> int:

@@ -8,7 +8,8 @@ Invariants:
 * A row decodes in every step from its first one to its last, unless it is preempted for want of pages.
 * Rows are admitted in order of arrival. A preempted row keeps its tokens and is admitted again before newer ones.
 * A prefix becomes known in the step that computes it, so rows admitted later in the same step share it.
-* Nothing computed under one weights version becomes a known prefix of another.
+* Nothing computed under one weights version becomes a known prefix of another, unless `keep_prefixes` asks for it.
+* While draining, only rows that have begun are admitted.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from upweight.inference.pages import PagePool, PrefixTree
-from upweight.inference.types import Request
+from upweight.inference.types import Request, TokenConstraint
 
 
 @dataclass(eq=False, kw_only=True)
@@ -33,10 +34,19 @@ class Row:
     computed: int = 0
     version: int = 0  # weights version of all its keys and values so far; −1 = mixed
     cached_tokens: int = 0
+    cached_version: int | None = None  # oldest weights version of the known prefix it started from
+    restarts: int = 0  # times its keys and values were given up
+    constraint: TokenConstraint | None = None  # which tokens may come next
+    allowed: bytes | None = None  # its mask for the next draw
 
     @property
     def num_output(self) -> int:
         return len(self.tokens) - len(self.request.prompt_ids)
+
+    @property
+    def only_scored(self) -> bool:
+        """Whether the row ends with its prompt."""
+        return self.request.params.max_tokens == 0
 
     @property
     def missing(self) -> int:
@@ -64,8 +74,12 @@ class StepPlan:
 class Scheduler:
     """Admission, prefill budget, pages and preemption of up to `max_rows` rows."""
 
-    def __init__(self, *, max_rows: int, num_pages: int, prefill_budget: int = 512) -> None:
+    def __init__(
+        self, *, max_rows: int, num_pages: int, prefill_budget: int = 512, keep_prefixes: bool = False
+    ) -> None:
         self.max_rows = max_rows
+        self.keep_prefixes = keep_prefixes
+        self.draining = False
         self.prefill_budget = prefill_budget
         self.pool = PagePool(num_pages)
         self.prefixes = PrefixTree(self.pool)
@@ -79,6 +93,11 @@ class Scheduler:
     def capacity(self) -> int:
         """Most tokens that one row can ever have pages for."""
         return self.pool.num_pages - 1
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether a row that had begun waits to go on."""
+        return any(row.restarts for row in self.waiting)
 
     def add(self, row: Row) -> None:
         self.waiting.append(row)
@@ -94,6 +113,8 @@ class Scheduler:
         for row in self.running:
             budget -= self._plan_prefill(row, budget, pieces)
         while self.waiting and len(self.running) < self.max_rows and budget > 0:
+            if self.draining and not self.waiting[0].restarts:
+                break
             if not self._admit(self.waiting[0]):
                 break
             row = self.waiting.popleft()
@@ -101,7 +122,7 @@ class Scheduler:
             budget -= self._plan_prefill(row, budget, pieces)
         chosen = set(map(id, decode))
         for row in self.running:
-            if not row.missing and id(row) not in chosen and self._has_page():
+            if not row.missing and not row.only_scored and id(row) not in chosen and self._has_page():
                 row.pages.append(self.pool.take())
                 decode.append(row)
         return StepPlan(pieces, decode)
@@ -125,10 +146,20 @@ class Scheduler:
     def set_version(self, version: int) -> None:
         """The next step uses other weights; running rows go on over the keys and values they have."""
         self.version = version
+        if not self.keep_prefixes:
+            self.prefixes.clear()
+
+    def forget(self) -> None:
+        """Nothing that was computed counts any more."""
         self.prefixes.clear()
 
+    def restart_running(self) -> None:
+        """Keys and values of running rows are computed again before they go on."""
+        for row in reversed(self.running.copy()):
+            self._give_up(row)
+
     def _admit(self, row: Row) -> bool:
-        known = self.prefixes.match(row.tokens[:-1])
+        known, oldest = self._known(row)
         need = len(row.tokens) - len(known)
         self.prefixes.evict(need)
         if self.pool.num_free < need and self.running:
@@ -137,9 +168,14 @@ class Scheduler:
             return False
         row.pages = known
         row.computed = len(known)
-        row.cached_tokens = max(row.cached_tokens, len(known))
+        if len(known) > row.cached_tokens:
+            row.cached_tokens, row.cached_version = len(known), oldest
         row.version = self.version
         return True
+
+    def _known(self, row: Row) -> tuple[list[int], int | None]:
+        """What need not be computed; a row whose prompt is scored computes all of it."""
+        return ([], None) if row.request.params.prompt_logprobs else self.prefixes.match(row.tokens[:-1])
 
     def _plan_prefill(self, row: Row, budget: int, pieces: list[PrefillPiece]) -> int:
         count = min(row.missing, budget)
@@ -166,7 +202,7 @@ class Scheduler:
         """Every row that is ready, oldest first; the youngest rows make room when pages run out."""
         ready: list[Row] = []
         for row in list(self.running):
-            if row.missing or row not in self.running:
+            if row.missing or row.only_scored or row not in self.running:
                 continue
             while row in self.running and not self._has_page():
                 self._preempt(self.running[-1])
@@ -176,16 +212,21 @@ class Scheduler:
         return ready
 
     def _preempt(self, row: Row) -> None:
-        """Gives the row's pages back; it goes on later with the tokens it has."""
+        """Makes room: the row goes on later with the tokens it has."""
+        self._give_up(row)
+        self.preemptions += 1
+
+    def _give_up(self, row: Row) -> None:
+        """Gives the row's pages back; it is the next to be admitted."""
         self.running.remove(row)
         self._release(row)
         row.computed = 0
+        row.restarts += 1
         self.waiting.appendleft(row)
-        self.preemptions += 1
 
     def _remember(self, row: Row) -> None:
-        if row.version == self.version and row.computed:
-            self.prefixes.insert(row.tokens[: row.computed], row.pages[: row.computed])
+        if row.computed and (row.version == self.version or self.keep_prefixes):
+            self.prefixes.insert(row.tokens[: row.computed], row.pages[: row.computed], self.version)
 
     def _release(self, row: Row) -> None:
         for page in row.pages:

@@ -57,16 +57,14 @@ class SamplingParams:
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
     @property
+    def penalised(self) -> bool:
+        """Whether tokens that occurred before are made less likely."""
+        return self.frequency_penalty != 0 or self.presence_penalty != 0 or self.repetition_penalty != 1
+
+    @property
     def adjusted(self) -> bool:
         """Whether anything beside temperature and filters changes the distribution."""
-        return (
-            self.frequency_penalty != 0
-            or self.presence_penalty != 0
-            or self.repetition_penalty != 1
-            or self.min_tokens > 0
-            or bool(self.logit_bias)
-            or self.constraint is not None
-        )
+        return self.penalised or self.min_tokens > 0 or bool(self.logit_bias) or self.constraint is not None
 
 
 @dataclass(kw_only=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import httpx
@@ -37,12 +37,7 @@ async def stats(parts: PartsOf, project: ProjectOf, model: str | None = None) ->
 async def metrics(parts: PartsOf, project: ProjectOf) -> PlainTextResponse:
     """The numbers in the text format that Prometheus reads."""
     told = await _told(parts, await parts.database.read(lambda c: served_jobs(c, project)))
-    lines = [
-        f'upweight_engine_{name}{{job="{job_id}"}} {value}'
-        for job_id, counters in told.items()
-        for name, value in counters.items()
-        if isinstance(value, int | float) and not isinstance(value, bool)
-    ]
+    lines = [line for job_id, counters in told.items() for line in _lines(job_id, counters)]
     return PlainTextResponse("".join(f"{line}\n" for line in sorted(lines)), media_type="text/plain; version=0.0.4")
 
 
@@ -55,6 +50,14 @@ def together(each: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         found[name] = weighted / tasks if tasks else 0.0
     found["recent_tasks"] = [task for one in each for task in one.get("recent_tasks", ())][-RECENT:]
     return found
+
+
+def _lines(job_id: str, counters: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in counters.items():
+        if isinstance(value, int | float):
+            yield f'upweight_engine_{name}{{job="{job_id}"}} {value}'
+    for version, tokens in counters.get("tokens_by_version", {}).items():
+        yield f'upweight_engine_tokens_by_version{{job="{job_id}",version="{version}"}} {tokens}'
 
 
 async def _told(parts: Parts, asked: Sequence[Job]) -> dict[str, dict[str, Any]]:

@@ -179,9 +179,11 @@ class WorkerProcess:
 
     def _take(self, state: WorkerState) -> None:
         """Keep a state, and from its token counter the rate since the look before."""
-        now, tokens = time.monotonic(), state.stats.get("tokens", 0.0)
+        now, tokens = time.monotonic(), state.stats.get("total_tokens", 0.0)
         if self.state is not None and now > self._taken_at:
-            self.tokens_per_second = max(0.0, tokens - self.state.stats.get("tokens", 0.0)) / (now - self._taken_at)
+            self.tokens_per_second = max(0.0, tokens - self.state.stats.get("total_tokens", 0.0)) / (
+                now - self._taken_at
+            )
         self.state, self._taken_at = state, now
 
     async def watch(self, interval: float, silence: float) -> None:

@@ -72,7 +72,6 @@ class WorkerCore:
 
     def state(self) -> WorkerState:
         loaded = self.loaded
-        stats: dict[str, Any] = self.engine.stats() if loaded else {}
         return WorkerState(
             phase=self._phase,
             detail=self._detail,
@@ -80,7 +79,7 @@ class WorkerCore:
             fingerprint=self._fingerprint,
             peak_memory_bytes=peak_memory_bytes(),
             cpu_seconds=time.process_time(),
-            stats={name: value for name, value in stats.items() if isinstance(value, int | float)},
+            stats=_numbers(self.engine.stats()) if loaded else {},
         )
 
     def train(self, batch_index: int, batch: TrainBatch) -> TrainResult:
@@ -193,3 +192,7 @@ class WorkerCore:
 def peak_memory_bytes() -> int:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _numbers(stats: dict[str, Any]) -> dict[str, float]:
+    return {name: value for name, value in stats.items() if isinstance(value, int | float)}

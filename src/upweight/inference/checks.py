@@ -1,0 +1,63 @@
+"""What a request may ask for: everything that can be known before it is queued."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from upweight.errors import RequestError
+from upweight.inference.types import SamplingParams
+from upweight.ops.sampling import MOST_ALTERNATIVES
+
+LEAST_TEMPERATURE = 1e-3
+MOST_BIASES = 1024
+
+
+def check_request(prompt_ids: Sequence[int], params: SamplingParams, vocab_size: int) -> None:
+    """`RequestError` names field, value and limit."""
+    if not len(prompt_ids):
+        raise RequestError("the prompt is empty", field="prompt")
+    _in_vocabulary("prompt", prompt_ids, vocab_size)
+    _in_vocabulary("stop_ids", params.stop_ids, vocab_size)
+    _in_range("temperature", params.temperature, 0, 100)
+    if 0 < params.temperature < LEAST_TEMPERATURE:  # logits over it would leave the range of float32
+        raise RequestError(
+            f"temperature is {params.temperature}; it must be 0 (greedy) or at least {LEAST_TEMPERATURE}",
+            field="temperature",
+        )
+    _in_range("top_p", params.top_p, 0, 1)
+    _in_range("min_p", params.min_p, 0, 1)
+    _in_range("top_k", params.top_k, 0, None)
+    if params.max_tokens is not None:
+        _in_range("max_tokens", params.max_tokens, 0, None)
+    _in_range("min_tokens", params.min_tokens, 0, None)
+    _in_range("frequency_penalty", params.frequency_penalty, -100, 100)
+    _in_range("presence_penalty", params.presence_penalty, -100, 100)
+    _in_range("repetition_penalty", params.repetition_penalty, 0.01, 100)
+    _in_range("rep_window", params.rep_window, 0, None)
+    _in_range("top_logprobs", params.top_logprobs, 0, MOST_ALTERNATIVES)
+    _check_bias(params.logit_bias, vocab_size)
+
+
+def _check_bias(pairs: Sequence[tuple[int, float]], vocab_size: int) -> None:
+    if len(pairs) > MOST_BIASES:
+        raise RequestError(f"logit_bias has {len(pairs)} entries; at most {MOST_BIASES}", field="logit_bias")
+    _in_vocabulary("logit_bias", [token for token, _ in pairs], vocab_size)
+    for token, value in pairs:
+        if not math.isfinite(value) or abs(value) > 100:
+            raise RequestError(
+                f"logit_bias of token {token} is {value}; it must be from -100 to 100", field="logit_bias"
+            )
+
+
+def _in_vocabulary(field: str, ids: Sequence[int] | frozenset[int], vocab_size: int) -> None:
+    wrong = next((i for i in ids if not 0 <= i < vocab_size), None)
+    if wrong is not None:
+        where = "" if field == "prompt" else f"{field}: "
+        raise RequestError(f"{where}token id {wrong} is outside the vocabulary of {vocab_size}", field=field)
+
+
+def _in_range(field: str, value: float, low: float, high: float | None) -> None:
+    if not value >= low or (high is not None and value > high):
+        bound = f"at least {low}" if high is None else f"from {low} to {high}"
+        raise RequestError(f"{field} is {value}; it must be {bound}", field=field)
