@@ -101,3 +101,34 @@ def test_more_choices_than_the_queue_holds_are_a_bad_request(served: Served) -> 
     answer = served.post("completions", prompt=["a"] * 3, n=30)
     assert answer.status_code == 400
     assert "90 choices; at most 64" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("levels", [60, 99, 101, 400, 900, 5000, 100_000])
+@pytest.mark.parametrize("field", ["tools", "response_format", "stop", "messages", "prompt", "unknown"])
+def test_nesting_of_any_depth_is_answered(served: Served, levels: int, field: str) -> None:
+    deep = "[" * levels + "]" * levels
+    kinds = {
+        "tools": f'[{{"type": "function", "function": {{"name": "f", "parameters": {{"a": {deep}}}}}}}]',
+        "response_format": f'{{"type": "json_schema", "json_schema": {{"name": "f", "schema": {{"enum": {deep}}}}}}}',
+        "messages": f'[{{"role": "user", "content": {deep}}}]',
+    }
+    chat = '"messages": [{"role": "user", "content": "a"}]'
+    rest = {"prompt": '"max_tokens": 2', "messages": '"max_tokens": 2'}.get(field, f'{chat}, "max_tokens": 2')
+    body = f'{{{rest}, "{field}": {kinds.get(field, deep)}}}'
+    path = "completions" if field == "prompt" else "chat/completions"
+    answer = served.http.post(f"/openai/v1/{path}", content=body)
+    fine = {200, 400} if field in ("tools", "response_format") and levels < 100 else {400}
+    assert answer.status_code in fine, answer.text[:300]
+    assert len(answer.text) < 2000 or answer.status_code == 200
+
+
+def test_a_grammar_that_becomes_too_complex_is_a_bad_request(served: Served) -> None:
+    schema = {"type": "string", "pattern": "^(a{1000}){1000}$"}
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    body = {"prompt": "a", "max_tokens": 9, "response_format": form}
+    answer = served.post("completions", **body)
+    assert answer.status_code == 400
+    assert "cannot be followed" in answer.json()["error"]["message"]
+    *_, last = events(served.post("completions", **body, stream=True))
+    assert isinstance(last, dict)
+    assert "cannot be followed" in last["error"]["message"]

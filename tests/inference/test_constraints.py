@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from upweight.errors import EngineError, RequestError
-from upweight.inference.constraints import WHITESPACE, Grammars
+from upweight.errors import RequestError
+from upweight.inference.constraints import WHITESPACE, GrammarError, Grammars
 from upweight.inference.types import TokenConstraint
 from upweight.tokenizer import Tokenizer
 from upweight.tokenizer.tool_calls import ToolStyle, call_grammar, take_apart
@@ -71,7 +71,7 @@ def test_answers_walk_apart() -> None:
 def test_a_token_that_was_closed_is_an_error_of_that_answer_alone() -> None:
     make = GRAMMARS.json_schema(PERSON, field="response_format")
     broken = make()
-    with pytest.raises(EngineError, match="constrained decoding failed"):
+    with pytest.raises(GrammarError, match="the grammar became too complex or was left"):
         broken.accept(TOKENIZER.encode("x")[0])
     follow(make(), '{"name"')
 
@@ -85,6 +85,8 @@ def test_a_token_that_was_closed_is_an_error_of_that_answer_alone() -> None:
         ({"type": "integer", "minimum": 5, "maximum": 1}, "minimum"),
         ({"type": "string", "pattern": "(?=a)"}, "look-around"),
         ([], "object"),
+        ({"$ref": "#"}, "NoExtension"),
+        ({"enum": [f"value number {i}" for i in range(100_000)]}, "too big"),
     ],
 )
 def test_a_schema_that_cannot_be_compiled_is_refused(schema: Any, words: str) -> None:

@@ -75,6 +75,7 @@ def test_models_are_listed_and_read(server: Running) -> None:
     assert [model["id"] for model in listed] == [job]
     assert server.http.get(f"/v1/models/{job}").json() == listed[0]
     assert server.http.get("/v1/models/model").json()["id"] == job
+    assert {"tools", "json_schema", "prompt_logprobs"} <= set(listed[0]["capabilities"])
     assert server.http.get("/v1/models/x").status_code == 404
     assert server.http.get(server.rl(job, "inference/openai/v1/models/m")).json()["id"] == "m"
 

@@ -11,6 +11,7 @@ from request_makers import MESSAGES, SERVING, TOKENIZER, TOOLS
 
 from upweight.errors import RequestError
 from upweight.server.worker.asked import Asked
+from upweight.server.worker.fields import is_deeper
 from upweight.server.worker.openai_requests import parse_chat, parse_text
 from upweight.tokenizer.tool_calls import ToolStyle
 
@@ -182,6 +183,7 @@ def test_prompts_of_every_form() -> None:
 def test_a_prompt_that_does_not_fit_is_refused_with_both_numbers() -> None:
     with pytest.raises(RequestError, match="prompt too long: 512 tokens, at most 511 fit"):
         text(prompt=[1] * 512)
+    assert text(prompt=[1] * 512, max_tokens=0).prompts == [[1] * 512]  # to score, no room is needed
     long = [{"role": "user", "content": "word " * 600}]
     with pytest.raises(RequestError, match=r"messages too long: \d+ tokens, at most 511 fit") as refused:
         parse_chat({"messages": long}, SERVING)
@@ -306,3 +308,9 @@ def test_any_body_is_read_or_refused_by_field(body: dict[str, Any]) -> None:
             refused = None
             assert len(asked.params) == asked.n * len(asked.prompts)
         assert refused is None or refused.field
+
+
+def test_nesting_is_measured() -> None:
+    value: Any = {"a": [1, {"b": []}], "c": 3}
+    assert [is_deeper(value, levels) for levels in (1, 2, 3, 4, 5)] == [True, True, True, False, False]
+    assert not is_deeper(list(range(1000)), 1)

@@ -26,6 +26,10 @@ _SPECIAL = b"\xff"  # what llguidance marks a token with that no text can spell
 MakeConstraint = Callable[[], TokenConstraint]
 
 
+class GrammarError(EngineError):
+    """A grammar that compiled cannot be followed any further; its answer ends with this error."""
+
+
 class Grammars:
     """Compiles grammars for one vocabulary. Safe to use from several threads; its tables are built on first use."""
 
@@ -46,9 +50,11 @@ class Grammars:
 
     def _compile(self, grammar: str, field: str) -> MakeConstraint:
         matcher = llguidance.LLMatcher(self.tables(), grammar, log_level=0)
-        if matcher.is_error():
-            why = " ".join(matcher.get_error().split())
-            raise RequestError(f"{field} cannot be used for constrained decoding: {why[:300]}", field=field)
+        first = matcher.deep_copy()
+        if not first.is_error():
+            first.compute_bitmask()  # some grammars fail only when they are walked
+        if first.is_error():
+            raise RequestError(f"{field} cannot be used for constrained decoding: {_why(first)}", field=field)
         return lambda: _Walk(matcher.deep_copy(), -(-self._vocab_size // 8))
 
     def tables(self) -> llguidance.LLTokenizer:
@@ -80,7 +86,7 @@ class _Walk:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise EngineError(f"constrained decoding failed: {self._matcher.get_error()}")
+            raise GrammarError(f"the grammar became too complex or was left: {_why(self._matcher)}")
 
 
 class _Vocabulary:
@@ -105,6 +111,12 @@ class _Vocabulary:
         if isinstance(text, bytes):
             text = text.decode("utf-8", "replace")
         return self._encode(text, special=False)
+
+
+def _why(matcher: llguidance.LLMatcher) -> str:
+    """One line of what llguidance says."""
+    lines = matcher.get_error().partition("<state>")[0].split()
+    return " ".join(lines)[:300]
 
 
 def _json_grammar(schema: dict[str, Any] | bool, field: str) -> str:

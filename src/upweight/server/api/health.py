@@ -12,6 +12,12 @@ from upweight.server.api.context import PartsOf, ProjectOf
 from upweight.server.api.model_names import job_for_model, served_jobs
 from upweight.server.store.jobs import Job
 
+# What can be asked of every model served here; a client can look before it relies on something.
+CAPABILITIES = (
+    "chat", "completions", "messages", "token_ids", "streaming", "tools", "json_object", "json_schema", "logprobs",
+    "top_logprobs", "prompt_logprobs", "logit_bias", "penalties", "min_p", "seed", "stop", "stop_token_ids", "min_tokens",
+)  # fmt: skip
+
 router = APIRouter()
 
 
@@ -63,4 +69,5 @@ def _model(job: Job) -> dict[str, Any]:
         "owned_by": job.project,
         "base_model": job.model,
         "inference_version": job.inference_version,
+        "capabilities": CAPABILITIES,
     }

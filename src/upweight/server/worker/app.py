@@ -26,6 +26,7 @@ from upweight.server.worker.anthropic_answers import Message, message_events
 from upweight.server.worker.anthropic_requests import count_tokens, parse_messages
 from upweight.server.worker.asked import Asked, Serving
 from upweight.server.worker.core import OutOfOrder, WorkerCore
+from upweight.server.worker.fields import is_deeper
 from upweight.server.worker.openai_answers import CHAT, TEXT, OpenAIAnswers
 from upweight.server.worker.openai_requests import parse_chat, parse_text
 from upweight.server.worker.openai_stream import stream_events
@@ -35,6 +36,7 @@ from upweight.server.worker_protocol import decode_batch
 log = logging.getLogger(__name__)
 
 DEFAULT_TOKENS = 256
+DEEPEST = 100  # levels of nesting in a body; templates and grammars walk it by recursion
 Parse = Callable[[Mapping[str, Any], Serving], Asked]
 Events = Callable[[Running], AsyncIterator[bytes]]
 Whole = Callable[[list[GenerationOutput]], dict[str, Any]]
@@ -162,7 +164,7 @@ class Handlers:
         return Serving(
             tokenizer=tokenizer,
             vocab_size=vocab_size,
-            max_context=core.engine.max_context,
+            max_context=min(core.engine.max_context, core.engine.scheduler.capacity),
             default_tokens=sampling.get("max_tokens") or DEFAULT_TOKENS,
             timeout=core.spec.request_timeout,
             grammars=Grammars(tokenizer, vocab_size),
@@ -239,6 +241,8 @@ async def _json_body(request: Request) -> dict[str, Any]:
         raise RequestError(f"the body is not valid JSON: {error}", field="body") from error
     if not isinstance(body, dict):
         raise RequestError("the body must be a JSON object", field="body")
+    if is_deeper(body, DEEPEST):
+        raise RequestError(f"the body is nested deeper than {DEEPEST} levels", field="body")
     return body
 
 

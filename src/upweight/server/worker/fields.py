@@ -87,6 +87,17 @@ def are_ids(values: Any) -> bool:
 def short(value: Any) -> str:
     try:
         text = repr(value)
-    except ValueError:  # a whole number of more digits than Python writes out
-        return "a number beyond any limit"
+    except (ValueError, RecursionError):  # a whole number of more digits than Python writes out, for instance
+        return "beyond any limit"
     return text if len(text) <= 80 else text[:77] + "…"
+
+
+def is_deeper(value: Any, levels: int) -> bool:
+    """Whether lists and objects are nested deeper than `levels`."""
+    level: list[Any] = [value]
+    for _ in range(levels):
+        inner = [x.values() if isinstance(x, dict) else x for x in level if isinstance(x, dict | list)]
+        level = [x for several in inner for x in several if isinstance(x, dict | list)]
+        if not level:
+            return False
+    return True

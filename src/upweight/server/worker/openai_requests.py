@@ -123,7 +123,7 @@ def _encoded(text: str, serving: Serving) -> list[int]:
 
 def _asked(body: Body, serving: Serving, prompts: list[list[int]], params: SamplingParams, **more: Any) -> Asked:
     n = fields.whole(body, "n", 1, 1, MOST_CHOICES)
-    check_room(prompts, serving, "messages" if "messages" in body else "prompt")
+    check_room(prompts, serving, "messages" if "messages" in body else "prompt", answered=params.max_tokens != 0)
     return Asked(
         prompts=prompts,
         params=one_a_choice(params, n * len(prompts)),
@@ -144,9 +144,9 @@ def read_timeout(body: Body, serving: Serving) -> float | None:
     return value
 
 
-def check_room(prompts: list[list[int]], serving: Serving, field: str) -> None:
+def check_room(prompts: list[list[int]], serving: Serving, field: str, *, answered: bool = True) -> None:
     """Raises `RequestError` for a prompt that leaves no room for an answer."""
     longest = max(len(prompt) for prompt in prompts)
-    if longest >= serving.max_context:
-        most = serving.max_context - 1
+    most = serving.max_context - 1 if answered else serving.max_context
+    if longest > most:
         raise RequestError(f"{field} too long: {longest} tokens, at most {most} fit the context", field=field)

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+from upweight.inference.constraints import GrammarError
 from upweight.inference.engine import Engine
 from upweight.inference.types import FinishReason, GenerationOutput
 from upweight.server.worker.asked import Asked
@@ -63,6 +64,8 @@ class Running:
             if limit is not None and time.monotonic() - self._began >= limit:
                 return 504, f"the request took longer than its time limit of {limit:g} s and was aborted"
             return 503, f"the request was aborted: {output.error}"
+        if output.finish_reason is FinishReason.ERROR and (output.error or "").startswith(GrammarError.__name__):
+            return 400, f"response_format or tools cannot be followed: {output.error}"
         if output.finish_reason is FinishReason.ERROR:
             return 500, f"the request failed: {output.error}"
         return None
