@@ -2,7 +2,7 @@
 
 Invariants
 - Templates come with downloaded models: they run in a sandbox that can neither reach attributes nor change its input.
-- Tools reach the model also where its template knows none: they are spelled out as text then.
+- Declared tools reach the model also where its template knows none: they are spelled out as text then.
 - A message that cannot be rendered is a `RequestError` with field "messages"; no template error escapes as it is.
 """
 
@@ -47,12 +47,20 @@ class ChatTemplate:
             raise UnsupportedModel(f"the chat template does not parse: {error.message}, line {error.lineno}") from error
 
     def render(
-        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None, add_generation_prompt: bool
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None,
+        add_generation_prompt: bool,
+        keep_calls: bool = False,
     ) -> str:
-        """The text of `messages`; `RequestError` (field "messages") when one is malformed or the template refuses."""
+        """The text of `messages`; `RequestError` (field "messages") when one is malformed or the template refuses.
+
+        `keep_calls`: calls of the history are spelled out for a template that would drop them, also without `tools`.
+        """
         plain = [plain_message(message, index) for index, message in enumerate(_as_sequence(messages))]
-        unknown = not self._knows_tools if tools else not self._knows_calls
-        if unknown and (tools or any(_is_about_tools(message) for message in plain)):
+        dropped = keep_calls and not self._knows_calls and any(message.get("tool_calls") for message in plain)
+        if dropped or (tools and not self._knows_tools):
             plain, tools = spell_out(plain, tools), None
         try:
             return self._template.render(
@@ -112,10 +120,6 @@ def _plain_call(call: Any, index: int) -> dict[str, Any]:
         except ValueError:
             _refuse(index, f"arguments of the call of {function['name']} are not JSON")
     return {**call, "function": {**function, "arguments": arguments}}
-
-
-def _is_about_tools(message: Message) -> bool:
-    return message["role"] == "tool" or bool(message.get("tool_calls"))
 
 
 def _as_sequence(messages: Any) -> Sequence[Message]:

@@ -45,7 +45,7 @@ def parse_messages(body: Body, serving: Serving) -> Asked:
         if constraint is not None:
             raise RequestError("output_config and tool_choice demand two different answers", field="output_config")
         params = with_constraint(params, tooling.constraint, "tool_choice")
-    prompt = serving.tokenizer.encode_chat(_chat(body), tools=tooling.told or None)
+    prompt = serving.tokenizer.encode_chat(_chat(body), tools=tooling.told or None, keep_calls=True)
     check_room([prompt], serving, "messages")
     return Asked(
         prompts=[prompt],
@@ -73,7 +73,7 @@ def count_tokens(body: Body, serving: Serving) -> int:
     """Tokens of the prompt that the same body would be answered from."""
     fields.only(body, _COUNTED, _INERT, _NEUTRAL)
     tooling = read_tools(_tool_fields(body), serving)
-    return len(serving.tokenizer.encode_chat(_chat(body), tools=tooling.told or None))
+    return len(serving.tokenizer.encode_chat(_chat(body), tools=tooling.told or None, keep_calls=True))
 
 
 def _chat(body: Body) -> list[dict[str, Any]]:

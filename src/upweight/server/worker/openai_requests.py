@@ -50,7 +50,7 @@ def parse_chat(body: Body, serving: Serving) -> Asked:
         if params.constraint is not None:
             raise RequestError("response_format and tool_choice demand two different answers", field="response_format")
         params = with_constraint(params, tooling.constraint, "tool_choice")
-    prompt = serving.tokenizer.encode_chat(messages, tools=tooling.told or None)
+    prompt = serving.tokenizer.encode_chat(messages, tools=tooling.told or None, keep_calls=True)
     return _asked(body, serving, [prompt], params, logprobs=logprobs, tools=tooling.use)
 
 
