@@ -116,6 +116,7 @@ def test_statistics_of_one_job_and_of_all(server: Running) -> None:
     both = server.http.get("/stats").json()
     assert (both["total_tasks"], both["active_tasks"], len(both["recent_tasks"])) == (8, 0, 2)
     assert set(both["jobs"]) == {first, second}
+    assert both["jobs"][first]["request_timeout"] == 900.0  # what the settings say, as the worker was told
     lines = server.http.get("/metrics").text.splitlines()
     assert f'upweight_engine_total_tokens{{job="{first}"}} 12' in lines
     assert f'upweight_engine_tokens_by_version{{job="{first}",version="0"}} 12' in lines

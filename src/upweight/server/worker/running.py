@@ -26,6 +26,7 @@ class Running:
         self._queue: asyncio.Queue[Item] = asyncio.Queue()
         self._began = time.monotonic()
         self._ids: list[int] = []
+        self._done = 0
         try:
             for index, params in enumerate(asked.params):
                 put = self._put(index)
@@ -45,14 +46,14 @@ class Running:
 
     async def items(self) -> AsyncIterator[Item]:
         """Text pieces and outputs as they come, each with the index of its choice; ends after the last output."""
-        left = len(self._ids)
-        while left:
+        while self._done < len(self._ids):
             index, item = await self._queue.get()
-            left -= isinstance(item, GenerationOutput)
+            self._done += isinstance(item, GenerationOutput)
             yield index, item
 
     def cancel(self) -> None:
-        for request_id in self._ids:
+        """Does nothing once all choices are answered."""
+        for request_id in self._ids if self._done < len(self._ids) else ():
             self._engine.cancel(request_id)
 
     def failure(self, output: GenerationOutput) -> tuple[int, str] | None:
