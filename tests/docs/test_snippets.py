@@ -19,6 +19,7 @@ from tests.docs.pages import ROOT, blocks, programs
 from upweight.demo.server_process import ServerProcess
 
 README, JOBS, ROLLOUTS = ROOT / "README.md", ROOT / "docs" / "jobs.md", ROOT / "docs" / "rollouts.md"
+ONLINE = ROOT / "docs" / "online.md"
 INFERENCE = ROOT / "docs" / "inference.md"
 NAMED_MODEL = "SmolLM2-135M-Instruct"
 CREATE = f'eval "$(upweight jobs create --model {NAMED_MODEL} --batch-size 8 --num-batches 2 --max-tokens 8)"'
@@ -121,17 +122,24 @@ def test_job_program(place: Place, tmp_path: Path) -> None:
     assert listed.count("cancelled") == 2
 
 
-@pytest.mark.parametrize("name", ["openai", "anthropic"])
-def test_programs_that_ask_a_model(name: str, place: Place, tmp_path: Path) -> None:
-    job_id = place.run(programs(INFERENCE)[name], CREATE, tmp_path)
-    place.shell(f"upweight jobs cancel {job_id}", tmp_path)
+def test_online_program(tiny_model_folder: Path, tmp_path: Path) -> None:
+    """Without a server; two batches are rolled out once and trained on twice."""
+    (tmp_path / "program.py").write_text(programs(ONLINE)["online"].replace(NAMED_MODEL, str(tiny_model_folder)))
+    done = subprocess.run(
+        [sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert [line[:2] for line in lines] == [["1", "True"], ["2", "True"], ["3", "False"], ["4", "False"]]
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {p.name for p in (tmp_path / "trained").iterdir()}
 
 
 def test_every_program_is_run_above() -> None:
-    found = {(page.name, name) for page in (README, JOBS, ROLLOUTS, INFERENCE) for name in programs(page)}
+    found = {(page.name, name) for page in (README, JOBS, ROLLOUTS, INFERENCE, ONLINE) for name in programs(page)}
     part = {("rollouts.md", "group")}  # the beginning of the two others of its page
     run = {("README.md", "quick_start"), ("jobs.md", "create")}
     run |= {("rollouts.md", "evaluate"), ("rollouts.md", "asynchronous"), ("rollouts.md", "turns")}
-    run |= {("inference.md", "openai"), ("inference.md", "anthropic")}
+    run |= {("inference.md", "openai"), ("inference.md", "anthropic"), ("online.md", "online")}
     assert found == run | part
-    assert not any(programs(page) for page in (ROOT / "docs").glob("*.md") if page not in (JOBS, ROLLOUTS, INFERENCE))
+    pages = (JOBS, ROLLOUTS, INFERENCE, ONLINE)
+    assert not any(programs(page) for page in (ROOT / "docs").glob("*.md") if page not in pages)

@@ -1,5 +1,6 @@
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -59,5 +60,14 @@ def test_least_length_and_penalty_reach_the_sampler(model: LoadedModel, schedule
 
 
 def test_what_is_not_offered_is_refused(model: LoadedModel) -> None:
-    with pytest.raises(ConfigError, match="dtype = 'bfloat16' is not offered"):
-        InferenceScheduler(model.module(), model.tokenizer, dtype="bfloat16")
+    def make(**options: Any) -> InferenceScheduler:
+        return InferenceScheduler(model.module(), model.tokenizer, **options)
+
+    with pytest.raises(ConfigError, match="dtype = 'int8' is not offered; offered: float32, bfloat16, float16"):
+        make(dtype="int8")
+    with pytest.raises(ConfigError, match=r"device = 'cuda:7' is not here; here: cpu:0"):
+        make(device="cuda:7")
+    with pytest.raises(ConfigError, match="cache = 'paged' is not offered"):
+        make(cache="paged")
+    with pytest.raises(ConfigError, match="max_batch_size is 0"):
+        make(max_batch_size=0)

@@ -1,56 +1,54 @@
 """Every supported family against reference outputs: logits, log-probs, gradients, greedy continuation."""
 
 import json
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
+from tests.models.golden import DATA, WHOLE, load_golden, outputs, rows, tolerances
 from upweight.errors import UnsupportedModel
 from upweight.models.config import DecoderConfig
 from upweight.models.decoder import Decoder
 from upweight.weights.layout import params_from_tensors, tensors_from_params
 from upweight.weights.safetensors_files import read_tensors
 
-DATA = Path(__file__).parents[1] / "data" / "models"
-NAMES = ["llama-gqa-tied", "llama-gqa-tied-sharded", "llama-rope3-untied", "mistral-window5", "qwen2", "qwen3"]
-TOLERANCES = json.loads((DATA / "tolerances.json").read_text())
+NAMES = [*WHOLE, "llama-gqa-tied-sharded"]
 
 
-def load(name: str, config_file: str = "config.json") -> Decoder:
-    config = DecoderConfig.from_huggingface(json.loads((DATA / name / config_file).read_text()))
-    return Decoder(config, params_from_tensors(config, read_tensors(DATA / name)))
+def module(name: str, config_file: str = "config.json") -> Decoder:
+    return load_golden(name, config_file).module()
 
 
 @pytest.mark.parametrize("config_file", ["config.json", "config.v4.json"])
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_of_padded_rows(name: str, config_file: str) -> None:
-    golden = load_file(DATA / name / "golden.safetensors")
-    atol = TOLERANCES[name.removesuffix("-sharded")]["recommended"]["logits_atol"]
-    logits = np.asarray(load(name, config_file)(jnp.asarray(golden["input_ids"])))
+    golden = outputs(name)
+    atol = tolerances(name)["logits_atol"]
+    model = module(name, config_file)
+    logits = np.asarray(jax.jit(lambda p, ids: Decoder(model.config, p)(ids))(model.params(), golden["input_ids"]))
     real = golden["attention_mask"].astype(bool)
     np.testing.assert_allclose(logits[real], golden["logits"][real], atol=atol, rtol=0)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", WHOLE)
 def test_greedy_continuation(name: str) -> None:
-    golden = load_file(DATA / name / "golden.safetensors")
-    model = load(name)
-    ids = golden["input_ids"][0][golden["attention_mask"][0].astype(bool)].tolist()
+    golden = outputs(name)
+    model = module(name)
+    run = jax.jit(lambda params, padded: Decoder(model.config, params)(padded))
+    ids = rows(name)[0]
     for expected in golden["greedy_ids"].tolist():
         padded = jnp.asarray([ids + [0] * (32 - len(ids))])
-        assert int(jnp.argmax(model(padded)[0, len(ids) - 1])) == expected
+        assert int(jnp.argmax(run(model.params(), padded)[0, len(ids) - 1])) == expected
         ids.append(expected)
 
 
-@pytest.mark.parametrize("name", ["llama-gqa-tied", "llama-rope3-untied", "qwen3", "mistral-window5", "qwen2"])
+@pytest.mark.parametrize("name", WHOLE)
 def test_gradient_norms(name: str) -> None:
-    golden = load_file(DATA / name / "golden.safetensors")
+    golden = outputs(name)
     expected = json.loads((DATA / name / "golden_grads.json").read_text())
-    model = load(name)
+    model = module(name)
     ids = jnp.asarray(golden["input_ids"])
     real = jnp.asarray(golden["attention_mask"][:, 1:], bool)
 
@@ -59,7 +57,7 @@ def test_gradient_norms(name: str) -> None:
         chosen = jnp.take_along_axis(logp, ids[:, 1:, None], axis=-1)[..., 0]
         return -jnp.sum(jnp.where(real, chosen, 0.0)) / jnp.sum(real)
 
-    value, grads = jax.value_and_grad(loss)(model.params())
+    value, grads = jax.jit(jax.value_and_grad(loss))(model.params())
     assert float(value) == pytest.approx(expected["loss"], abs=2e-5)
     named = dict(tensors_from_params(model.config, grads))
     for tensor, norm in expected["param_grad_norm"].items():

@@ -1,5 +1,3 @@
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -9,24 +7,7 @@ import pytest
 from upweight.inference import InferenceScheduler
 from upweight.models.decoder import Decoder
 from upweight.online import BaseRewardModel, RawRollout, RolloutGenerator, RolloutResult, RolloutRunner
-from upweight.online.prompts import read_prompts
-from upweight.weights.loading import LoadedModel, load_model
-
-
-@pytest.fixture(scope="module")
-def model(tiny_model_folder: Path) -> LoadedModel:
-    return load_model(str(tiny_model_folder))
-
-
-@pytest.fixture(scope="module")
-def scheduler(model: LoadedModel) -> Iterator[InferenceScheduler]:
-    with InferenceScheduler(model.module(), model.tokenizer, max_batch_size=8) as running:
-        yield running
-
-
-@pytest.fixture
-def generator(model: LoadedModel, scheduler: InferenceScheduler) -> RolloutGenerator:
-    return RolloutGenerator(scheduler, model.tokenizer, max_tokens=5, group_size=3, ignore_eos=True)
+from upweight.weights.loading import LoadedModel
 
 
 class EvenShare(BaseRewardModel):
@@ -63,50 +44,6 @@ def test_shapes_padding_and_logprobs_agree_with_a_full_forward_pass(
     assert rollout.weights_version is not None
     assert rollout.weights_version.tolist() == [[0] * 3] * 2
     assert rollout.token_versions is None
-
-
-@pytest.mark.parametrize(
-    ("batch", "expected"),
-    [
-        ({"input_ids": np.array([[0, 5, 0, 6], [2, 2, 7, 8]])}, [[0, 5, 0, 6], [7, 8]]),
-        ({"prompts": jnp.asarray([[5, 6, 2], [2, 7, 2]])}, [[5, 6], [7]]),
-        ({"input_ids": [[0, 5], [6, 2]], "attention_mask": [[1, 1], [0, 1]]}, [[0, 5], [2]]),
-        ({"input_ids": [[5], [6, 7]]}, [[5], [6, 7]]),
-    ],
-)
-def test_only_masks_and_edges_tell_padding(model: LoadedModel, batch: dict, expected: list) -> None:
-    assert read_prompts(batch, model.tokenizer).ids == expected
-
-
-def test_templated_batches(model: LoadedModel) -> None:
-    tokenizer = model.tokenizer
-    messages = [{"role": "system", "content": "S"}, {"role": "user", "content": "Q"}]
-    expected = tokenizer.encode_chat(messages)
-    assert read_prompts({"messages": [messages]}, tokenizer).ids == [expected]
-    columns = {"instruction": ["S", ""], "input": ["Q", "Q"], "output": ["", "A"]}
-    prompts = read_prompts(columns, tokenizer)
-    assert prompts.ids[0] == expected
-    assert prompts.texts[0] == tokenizer.render(messages)
-    assert "assistant\nA" in prompts.texts[1]
-
-
-@pytest.mark.parametrize(
-    ("batch", "said"),
-    [
-        ({"text": ["a"]}, r"must contain either 'messages' or 'instruction', or 'input_ids'/'prompts'"),
-        ({"input_ids": []}, "empty batch"),
-        ({"input_ids": [[5], []]}, "prompt 1 of the batch is empty"),
-        ({"input_ids": [[5]], "metadata": []}, None),
-        ({"input_ids": [[5]], "metadata": [{}, {}]}, "metadata has 2 entries for 1 prompts"),
-        ({"input_ids": [[5, 6]], "attention_mask": [[1]]}, "differ in shape"),
-    ],
-)
-def test_unusable_batches_are_named(model: LoadedModel, batch: dict, said: str | None) -> None:
-    if said is None:
-        assert read_prompts(batch, model.tokenizer).metadata == [{}]
-        return
-    with pytest.raises(ValueError, match=said):
-        read_prompts(batch, model.tokenizer)
 
 
 def test_results_are_kept_for_their_own_batch_and_for_the_interval(generator: RolloutGenerator) -> None:

@@ -7,18 +7,31 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from upweight.inference.engine import Engine, EngineBusy
+    from upweight.inference.library import InferenceEngine
     from upweight.inference.run_batch import InferenceScheduler
+    from upweight.inference.sampling import sample
     from upweight.inference.types import FinishReason, GenerationOutput, SamplingParams
 
-__all__ = ["Engine", "EngineBusy", "FinishReason", "GenerationOutput", "InferenceScheduler", "SamplingParams"]
+__all__ = [
+    "Engine",
+    "EngineBusy",
+    "FinishReason",
+    "GenerationOutput",
+    "InferenceEngine",
+    "InferenceScheduler",
+    "SamplingParams",
+    "sample",
+]
 
 _WHERE = {
     "Engine": "engine",
     "EngineBusy": "engine",
+    "InferenceEngine": "library",
     "InferenceScheduler": "run_batch",
     "FinishReason": "types",
     "GenerationOutput": "types",
     "SamplingParams": "types",
+    "sample": "sampling",
 }
 
 

@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 
 STORE_BYTES = 768 << 20
 MAX_FAILURES = 3
+_IDS = itertools.count(1)  # of all engines of this process: no two requests ever have the same
 
 OnUpdate = Literal["continue", "recompute", "drain", "abort"]
 """What running rows do when the weights change: go on over the keys and values they have, compute these again first, finish before
@@ -106,7 +107,6 @@ class Engine:
         )
         self.runner = self._make_runner(params)
         self.metrics = EngineMetrics()
-        self._ids = itertools.count(1)
         self._live: dict[int, _Live] = {}
         self._orders: deque[Callable[[], None]] = deque()
         self._swaps: deque[_Swap] = deque()
@@ -158,7 +158,7 @@ class Engine:
         """Queues one completion and returns its id. `RequestError` names the field that is wrong, `EngineBusy` means later."""
         self.check(prompt_ids, params)
         request = Request(
-            id=next(self._ids),
+            id=next(_IDS),
             prompt_ids=tuple(prompt_ids),
             params=params,
             on_done=on_done,

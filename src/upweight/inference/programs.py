@@ -20,10 +20,13 @@ from upweight.models.layers import (
     Params,
     attend_dense,
     decoder_layer,
+    embed,
+    final_norm,
     head_matrix,
+    layer_angles,
     logits_of,
-    rms_norm,
     rope_angles,
+    softcap,
 )
 from upweight.ops.logprobs import target_logprobs
 from upweight.ops.sampling import Adjustments, Draw, SamplingInputs, draw
@@ -75,7 +78,8 @@ def run_over_pages(
             values = values.at[write_BT].set(v.reshape(rows, length, config.kv_size))
             kept.append((keys, values))
             shape = (rows, width, config.num_kv_heads, config.head_dim)
-            return attend_dense(q, keys[table_BW].reshape(shape), values[table_BW].reshape(shape), allowed)
+            found = keys[table_BW].reshape(shape), values[table_BW].reshape(shape)
+            return attend_dense(q, *found, allowed, config.attn_softcap)
 
         return attend
 
@@ -117,7 +121,7 @@ def run_over_slots(
             keys = keys.at[slot, :, :, positions_B].set(k[:, 0])
             values = values.at[slot, :, positions_B, :].set(v[:, 0])
             kept_cache.append((keys, values))
-            return attend_slots(q[:, 0], keys, values, allowed[:, 0])[:, None]
+            return attend_slots(q[:, 0], keys, values, allowed[:, 0], config.attn_softcap)[:, None]
 
         return attend
 
@@ -125,13 +129,15 @@ def run_over_slots(
     return kept_pages, kept_cache, hidden[:, 0]
 
 
-def attend_slots(q: jax.Array, keys: jax.Array, values: jax.Array, allowed_BW: jax.Array) -> jax.Array:
+def attend_slots(
+    q: jax.Array, keys: jax.Array, values: jax.Array, allowed_BW: jax.Array, cap: float = 0.0
+) -> jax.Array:
     """Softmax attention of one query a slot; q [B,N,D], keys [B,K,D,W], values [B,K,W,D] → [B,N,D]. Softmax in float32."""
     rows, heads, size = q.shape
     kv_heads = keys.shape[1]
     grouped = q.reshape(rows, kv_heads, heads // kv_heads, size)
     scores = jnp.einsum("bkgd,bkdw->bkgw", grouped, keys, preferred_element_type=jnp.float32) * size**-0.5
-    scores = jnp.where(allowed_BW[:, None, None, :], scores, -1e30)
+    scores = jnp.where(allowed_BW[:, None, None, :], softcap(scores, cap), -1e30)
     weights = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
     return jnp.einsum("bkgw,bkwd->bkgd", weights, values).reshape(rows, heads, size)
 
@@ -145,10 +151,11 @@ def _through_layers(
 ) -> jax.Array:
     """[B,T,H] after the last norm."""
     angles = rope_angles(config, positions_BT)
-    x = params["embed"][tokens_BT]
+    x = embed(config, params, tokens_BT)
     for index, layer in enumerate(params["layers"]):
-        x = decoder_layer(config, layer, x, angles, attend_layer(index))
-    return rms_norm(x, params["norm"], config.norm_eps)
+        window = config.windows[index] if config.windows else 0
+        x = decoder_layer(config, layer, x, layer_angles(config, angles, window), attend_layer(index))
+    return final_norm(config, params, x)
 
 
 def load_all(config: DecoderConfig, pages: Pages, table_BW: jax.Array) -> Cache:
@@ -190,7 +197,9 @@ class Programs:
             pages, hidden = run_over_pages(config, params, pages, **inputs)
             flat = hidden.reshape(-1, hidden.shape[-1])
             temperature = jnp.repeat(temperature_B, next_BT.shape[1])
-            logprobs, _ = target_logprobs(flat, head_matrix(params), next_BT.reshape(-1), temperature)
+            logprobs, _ = target_logprobs(
+                flat, head_matrix(params), next_BT.reshape(-1), temperature, cap=config.final_softcap
+            )
             return pages, logprobs.reshape(next_BT.shape)
 
         def decode(
@@ -204,7 +213,9 @@ class Programs:
             alternatives: bool,
         ) -> tuple[Pages, Cache, Draw]:
             pages, cache, hidden = run_over_slots(config, params, pages, cache, **inputs)
-            drawn = draw(logits_of(params, hidden), sampling, adjustments, filtered=filtered, alternatives=alternatives)
+            drawn = draw(
+                logits_of(config, params, hidden), sampling, adjustments, filtered=filtered, alternatives=alternatives
+            )
             return pages, cache, drawn
 
         def decode_from_pages(
@@ -218,7 +229,11 @@ class Programs:
         ) -> tuple[Pages, Draw]:
             pages, hidden = run_over_pages(config, params, pages, **inputs)
             drawn = draw(
-                logits_of(params, hidden[:, 0]), sampling, adjustments, filtered=filtered, alternatives=alternatives
+                logits_of(config, params, hidden[:, 0]),
+                sampling,
+                adjustments,
+                filtered=filtered,
+                alternatives=alternatives,
             )
             return pages, drawn
 

@@ -13,8 +13,10 @@ from upweight.models.layers import (
     Params,
     attend_dense,
     decoder_layer,
+    embed,
+    final_norm,
+    layer_angles,
     logits_of,
-    rms_norm,
     rope_angles,
 )
 
@@ -34,6 +36,8 @@ def layer_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
         shapes["qkv_bias"] = (config.q_size + 2 * config.kv_size,)
     if config.qk_norm:
         shapes |= {"norm_q": (config.head_dim,), "norm_k": (config.head_dim,)}
+    if config.post_norms:
+        shapes |= {"norm_attn_out": (hidden,), "norm_mlp_out": (hidden,)}
     return shapes
 
 
@@ -49,11 +53,11 @@ def model_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
 
 
 def random_params(config: DecoderConfig, key: jax.Array, scale: float = 0.02) -> Params:
-    """A fresh parameter tree: normal weights of the given standard deviation, norms 1, biases 0."""
+    """A fresh parameter tree: normal weights of the given standard deviation, norms that multiply by 1, biases 0."""
 
     def fresh(name: str, shape: tuple[int, ...], key: jax.Array) -> jax.Array:
         if name.startswith("norm"):
-            return jnp.ones(shape, jnp.float32)
+            return jnp.full(shape, 1.0 - config.norm_offset, jnp.float32)
         if name.endswith("bias"):
             return jnp.zeros(shape, jnp.float32)
         return scale * jax.random.normal(key, shape, jnp.float32)
@@ -107,7 +111,7 @@ class Decoder(nnx.Module):
         return forward_hidden(self.config, self.params(), tokens, positions, causal_mask(positions))
 
     def head(self, hidden: jax.Array) -> jax.Array:
-        return logits_of(self.params(), hidden)
+        return logits_of(self.config, self.params(), hidden)
 
 
 def causal_mask(positions_BT: jax.Array) -> jax.Array:
@@ -143,16 +147,17 @@ def forward_hidden(
         mask = within_window(allowed_BTT, positions_BT, positions_BT, window) if any(config.windows) else allowed_BTT
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-            return attend_dense(q, k, v, mask)
+            return attend_dense(q, k, v, mask, config.attn_softcap)
 
-        return decoder_layer(config, layer, x, angles, attend, adapter, lora_scale), None
+        turns = layer_angles(config, angles, window)
+        return decoder_layer(config, layer, x, turns, attend, adapter, lora_scale), None
 
     body = jax.checkpoint(block, prevent_cse=False) if remat else block
     stacked = params["layers"] if isinstance(params["layers"], dict) else stack_layers(params["layers"])
     adapters = stack_layers(lora["layers"]) if lora is not None else None
-    x = params["embed"][tokens_BT]
+    x = embed(config, params, tokens_BT)
     x, _ = jax.lax.scan(body, x, (stacked, adapters, windows))
-    return rms_norm(x, params["norm"], config.norm_eps)
+    return final_norm(config, params, x)
 
 
 def stack_layers(layers: list[Params]) -> Params:

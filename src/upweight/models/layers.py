@@ -2,7 +2,7 @@
 
 A parameter tree is `{"embed": [V,H], "norm": [H], "layers": [layer, …], "head": [V,H] when untied}`; a layer is
 `{"qkv": [H,(Nq+2Nk)D], "o": [NqD,H], "gate_up": [H,2I], "down": [I,H], "norm_in": [H], "norm_mlp": [H]}`, plus
-`"qkv_bias"`, `"norm_q"`, `"norm_k"` where the family has them. Projections are stored as [in, out]; q, k, v and gate, up lie
+`"qkv_bias"`, `"norm_q"`, `"norm_k"`, `"norm_attn_out"`, `"norm_mlp_out"` where the family has them. Projections are stored as [in, out]; q, k, v and gate, up lie
 side by side in one matrix, so that trainer and engine each make one product of them.
 A LoRA tree is `{"layers": [{"qkv": {"a": [in,r], "b": [r,out]}, …}, …]}`; it adds scale·(x a) b to a product.
 
@@ -21,14 +21,32 @@ from upweight.models.config import DecoderConfig, RopeConfig
 
 Params = dict[str, Any]
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-"""(q [B,T,N,D], k [B,T,K,D], v [B,T,K,D]) → [B,T,N,D]; what is looked at is the caller's choice."""
+"""(q [B,T,N,D], k [B,T,K,D], v [B,T,K,D]) → [B,T,N,D]; what is looked at is the caller's choice.
+
+Scores are q·k/√D; a family with another scale has it in q already. `config.attn_softcap` is the caller's to apply.
+"""
+
+Angles = tuple[jax.Array, jax.Array]
+"""cos and sin, each [B,T,1,D/2], float32."""
 
 
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """x / rms(x) · weight, in float32 (Zhang & Sennrich 2019)."""
+def embed(config: DecoderConfig, params: Params, tokens: jax.Array) -> jax.Array:
+    """Ids → [.., H], what the first layer takes."""
+    x = params["embed"][tokens]
+    return x if config.embed_scale == 1.0 else x * jnp.asarray(config.embed_scale, x.dtype)
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float, offset: float = 0.0) -> jax.Array:
+    """x / rms(x) · (offset + weight), in float32 (Zhang & Sennrich 2019)."""
     x32 = x.astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
-    return (x32 * scale * weight.astype(jnp.float32)).astype(x.dtype)
+    factor = weight.astype(jnp.float32) + offset if offset else weight.astype(jnp.float32)
+    return (x32 * scale * factor).astype(x.dtype)
+
+
+def final_norm(config: DecoderConfig, params: Params, x: jax.Array) -> jax.Array:
+    """The norm between the last layer and the head."""
+    return rms_norm(x, params["norm"], config.norm_eps, config.norm_offset)
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> jax.Array:
@@ -44,9 +62,24 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> jax.Array:
     return freq
 
 
-def rope_angles(config: DecoderConfig, positions_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """cos and sin, each [B,T,1,D/2], float32."""
-    angles = positions_BT[..., None].astype(jnp.float32) * rope_frequencies(config.rope, config.head_dim)
+def rope_angles(config: DecoderConfig, positions_BT: jax.Array) -> tuple[Angles, Angles]:
+    """(of layers that see the whole past, of layers with a window); `layer_angles` picks."""
+    whole = _angles(config.rope, config.head_dim, positions_BT)
+    return whole, whole if config.rope_local is None else _angles(config.rope_local, config.head_dim, positions_BT)
+
+
+def layer_angles(config: DecoderConfig, angles: tuple[Angles, Angles], window: jax.Array | int) -> Angles:
+    """The angles of a layer with this window (0 = none)."""
+    whole, local = angles
+    if config.rope_local is None:
+        return whole
+    if isinstance(window, int):
+        return local if window else whole
+    return jnp.where(window > 0, local[0], whole[0]), jnp.where(window > 0, local[1], whole[1])
+
+
+def _angles(rope: RopeConfig, head_dim: int, positions_BT: jax.Array) -> Angles:
+    angles = positions_BT[..., None].astype(jnp.float32) * rope_frequencies(rope, head_dim)
     return jnp.cos(angles)[:, :, None, :], jnp.sin(angles)[:, :, None, :]
 
 
@@ -67,15 +100,30 @@ def decoder_layer(
     config: DecoderConfig,
     layer: Params,
     x: jax.Array,
-    angles: tuple[jax.Array, jax.Array],
+    angles: Angles,
     attend: Attend,
     lora: Params | None = None,
     lora_scale: float = 1.0,
 ) -> jax.Array:
     """One block, x [B,T,H] → [B,T,H]."""
     adapter = lora or {}
-    rows, length, _ = x.shape
-    fused = linear(rms_norm(x, layer["norm_in"], config.norm_eps), layer["qkv"], adapter.get("qkv"), lora_scale)
+
+    def norm(y: jax.Array, name: str) -> jax.Array:
+        return rms_norm(y, layer[name], config.norm_eps, config.norm_offset)
+
+    def product(y: jax.Array, name: str) -> jax.Array:
+        return linear(y, layer[name], adapter.get(name), lora_scale)
+
+    mixed = product(_attention(config, layer, product(norm(x, "norm_in"), "qkv"), angles, attend), "o")
+    x = x + (norm(mixed, "norm_attn_out") if config.post_norms else mixed)
+    gate, up = jnp.split(product(norm(x, "norm_mlp"), "gate_up"), 2, axis=-1)
+    out = product(activation(config, gate) * up, "down")
+    return x + (norm(out, "norm_mlp_out") if config.post_norms else out)
+
+
+def _attention(config: DecoderConfig, layer: Params, fused: jax.Array, angles: Angles, attend: Attend) -> jax.Array:
+    """[B,T,(N+2K)D] queries, keys and values side by side → [B,T,ND]."""
+    rows, length, _ = fused.shape
     if config.qkv_bias:
         fused = fused + layer["qkv_bias"]
     q, k, v = jnp.split(fused, [config.q_size, config.q_size + config.kv_size], axis=-1)
@@ -83,28 +131,34 @@ def decoder_layer(
     k = k.reshape(rows, length, config.num_kv_heads, config.head_dim)
     v = v.reshape(rows, length, config.num_kv_heads, config.head_dim)
     if config.qk_norm:
-        q = rms_norm(q, layer["norm_q"], config.norm_eps)
-        k = rms_norm(k, layer["norm_k"], config.norm_eps)
-    mixed = attend(rotate(q, *angles), rotate(k, *angles), v).reshape(rows, length, config.q_size)
-    x = x + linear(mixed, layer["o"], adapter.get("o"), lora_scale)
-    gate, up = jnp.split(
-        linear(rms_norm(x, layer["norm_mlp"], config.norm_eps), layer["gate_up"], adapter.get("gate_up"), lora_scale),
-        2,
-        axis=-1,
-    )
-    return x + linear(jax.nn.silu(gate) * up, layer["down"], adapter.get("down"), lora_scale)
+        q = rms_norm(q, layer["norm_q"], config.norm_eps, config.norm_offset)
+        k = rms_norm(k, layer["norm_k"], config.norm_eps, config.norm_offset)
+    q, k = rotate(q, *angles), rotate(k, *angles)
+    if config.query_scale is not None:
+        q = q * jnp.asarray(config.query_scale * config.head_dim**0.5, q.dtype)
+    return attend(q, k, v).reshape(rows, length, config.q_size)
 
 
-def attend_dense(q: jax.Array, k: jax.Array, v: jax.Array, allowed_BTS: jax.Array) -> jax.Array:
+def activation(config: DecoderConfig, gate: jax.Array) -> jax.Array:
+    return jax.nn.gelu(gate, approximate=True) if config.activation == "gelu_tanh" else jax.nn.silu(gate)
+
+
+def softcap(x: jax.Array, cap: float) -> jax.Array:
+    """cap·tanh(x / cap); x itself when the cap is 0."""
+    return cap * jnp.tanh(x / cap) if cap else x
+
+
+def attend_dense(q: jax.Array, k: jax.Array, v: jax.Array, allowed_BTS: jax.Array, cap: float = 0.0) -> jax.Array:
     """Softmax attention over S keys where `allowed`; q [B,T,N,D], k and v [B,S,K,D] → [B,T,N,D].
 
-    Scores and softmax are float32. A query that may look at nothing gives finite values (it is padding).
+    Scores and softmax are float32; `cap` bends scores as `config.attn_softcap` says. A query that may look at nothing gives
+    finite values (it is padding).
     """
     rows, length, heads, size = q.shape
     kv_heads = k.shape[2]
     grouped = q.reshape(rows, length, kv_heads, heads // kv_heads, size)
     scores = jnp.einsum("btkgd,bskd->bkgts", grouped, k, preferred_element_type=jnp.float32) * size**-0.5
-    scores = jnp.where(allowed_BTS[:, None, None, :, :], scores, -1e30)
+    scores = jnp.where(allowed_BTS[:, None, None, :, :], softcap(scores, cap), -1e30)
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
     return jnp.einsum("bkgts,bskd->btkgd", weights, v).reshape(rows, length, heads, size)
 
@@ -114,6 +168,7 @@ def head_matrix(params: Params) -> jax.Array:
     return params["head"] if "head" in params else params["embed"]
 
 
-def logits_of(params: Params, hidden: jax.Array) -> jax.Array:
+def logits_of(config: DecoderConfig, params: Params, hidden: jax.Array) -> jax.Array:
     """[…,H] → float32 logits […,V]."""
-    return jnp.einsum("...h,vh->...v", hidden, head_matrix(params), preferred_element_type=jnp.float32)
+    logits = jnp.einsum("...h,vh->...v", hidden, head_matrix(params), preferred_element_type=jnp.float32)
+    return softcap(logits, config.final_softcap)

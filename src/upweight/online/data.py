@@ -6,6 +6,28 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import numpy as np
+
+from upweight.ops.advantages import group_stats
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingTransform:
+    """What stands between raw logits and the distribution that `logprobs_old` speaks of."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    frequency_penalty: float = 0.0
+    min_tokens: int = 0
+
+    @property
+    def not_recomputable(self) -> dict[str, float]:
+        """Settings that a trainer's softmax over the whole vocabulary cannot repeat, with their values."""
+        off = SamplingTransform()
+        names = ("top_k", "top_p", "frequency_penalty", "min_tokens")
+        changed = {name: getattr(self, name) for name in names if getattr(self, name) != getattr(off, name)}
+        return changed if self.temperature > 0 else {"temperature": self.temperature, **changed}
 
 
 @dataclass(kw_only=True)
@@ -24,6 +46,7 @@ class RawRollout:
     weights_version: jax.Array | None = None  # int32 [B,G], of the first token; −1 where nothing was generated
     token_versions: jax.Array | None = None  # int32 [B,G,R], only when the weights changed during generation
     metadata: list[dict[str, Any]] = field(default_factory=list)  # B, as the batch brought it
+    transform: SamplingTransform | None = None  # of `logprobs_old`; the generator always fills it
 
 
 @dataclass(kw_only=True)
@@ -32,3 +55,14 @@ class RolloutResult(RawRollout):
 
     rewards: jax.Array  # float32 [B,G]; 0 where `valid` is False
     valid: jax.Array | None = None  # bool [B,G], False where no answer could be produced
+
+    @property
+    def zero_variance_groups(self) -> int:
+        """Prompts whose valid responses have equal rewards: they teach a group-relative method nothing."""
+        rewards = np.asarray(self.rewards)
+        valid = np.ones(rewards.shape, bool) if self.valid is None else np.asarray(self.valid)
+        groups = np.broadcast_to(np.arange(len(rewards))[:, None], rewards.shape)[valid]
+        if not len(groups):
+            return 0
+        _, _, counts, flat = group_stats(rewards[valid], groups)
+        return len(np.unique(groups[flat & (counts > 1)]))

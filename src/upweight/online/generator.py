@@ -1,4 +1,10 @@
-"""Grouped generation through the engine that also serves."""
+"""Grouped generation through the engine that also serves.
+
+Invariants
+- A row that could not be answered (`rejected`, `aborted`, `error`) has an empty mask and an empty text, even when some
+  tokens were drawn before.
+- The model is in evaluation mode during generation and has its former mode afterwards, whatever happens.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +15,14 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from upweight.inference import GenerationOutput, InferenceScheduler
-from upweight.online.data import RawRollout
-from upweight.online.prompts import ChatTokenizer, left_padded, read_prompts
+from upweight.inference import FinishReason, GenerationOutput, InferenceScheduler
+from upweight.online.data import RawRollout, SamplingTransform
+from upweight.online.evaluation_mode import evaluation_mode
+from upweight.online.prompts import read_prompts
 
 log = logging.getLogger(__name__)
+
+ANSWERED = (FinishReason.STOP, FinishReason.LENGTH)
 
 
 class RolloutGenerator:
@@ -22,7 +31,7 @@ class RolloutGenerator:
     def __init__(
         self,
         scheduler: InferenceScheduler,
-        tokenizer: ChatTokenizer,
+        tokenizer: Any,
         max_tokens: int = 1024,
         group_size: int = 8,
         temperature: float = 1.0,
@@ -33,12 +42,13 @@ class RolloutGenerator:
         *,
         seed: int | None = None,
         stop_ids: Sequence[int] | None = None,
-        stop: Sequence[str] | None = None,
+        stop: str | Sequence[str] | None = None,
         min_tokens: int = 0,
         ignore_eos: bool = False,
     ) -> None:
-        if group_size < 1:
-            raise ValueError(f"group_size is {group_size}; it must be at least 1")
+        for name, value in (("group_size", group_size), ("max_tokens", max_tokens)):
+            if value < 1:
+                raise ValueError(f"{name} is {value}; it must be at least 1")
         self.scheduler = scheduler
         self.tokenizer = tokenizer
         self.max_tokens = max_tokens
@@ -55,6 +65,17 @@ class RolloutGenerator:
         self.ignore_eos = ignore_eos
         self._calls = 0
 
+    @property
+    def transform(self) -> SamplingTransform:
+        """Of the distribution that the next rollout is drawn from."""
+        return SamplingTransform(
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            frequency_penalty=self.frequency_penalty,
+            min_tokens=self.min_tokens,
+        )
+
     def generate(self, batch: Mapping[str, Any]) -> RawRollout:
         """One rollout of the batch (keys: `messages`, `instruction`, `input_ids` or `prompts`).
 
@@ -63,31 +84,32 @@ class RolloutGenerator:
         """
         prompts = read_prompts(batch, self.tokenizer)
         rows = [ids for ids in prompts.ids for _ in range(self.group_size)]
-        outputs = self.scheduler.run_batch(
-            rows,
-            max_tokens=self.max_tokens,
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            frequency_penalty=self.frequency_penalty,
-            rep_window=self.rep_window,
-            seed=self._seeds(len(rows)),
-            stop_ids=self.stop_ids,
-            stop=self.stop,
-            min_tokens=self.min_tokens,
-            ignore_eos=self.ignore_eos,
-            return_details=True,
-        )
+        with evaluation_mode(getattr(self.scheduler, "model", None)):
+            outputs = self.scheduler.run_batch(
+                rows,
+                max_tokens=self.max_tokens,
+                temperature=self.temperature,
+                top_k=self.top_k,
+                top_p=self.top_p,
+                frequency_penalty=self.frequency_penalty,
+                rep_window=self.rep_window,
+                seed=self._seeds(len(rows)),
+                stop_ids=self.stop_ids,
+                stop=self.stop,
+                min_tokens=self.min_tokens,
+                ignore_eos=self.ignore_eos,
+                return_details=True,
+            )
         _check(outputs, len(rows))
-        ids, mask = left_padded(prompts.ids, self.tokenizer.pad_id)
         grouped = [outputs[i : i + self.group_size] for i in range(0, len(outputs), self.group_size)]
         return RawRollout(
-            prompts=jnp.asarray(ids),
-            prompt_mask=jnp.asarray(mask),
+            prompts=jnp.asarray(prompts.padded),
+            prompt_mask=jnp.asarray(prompts.mask),
             prompt_texts=prompts.texts,
             metadata=prompts.metadata,
-            response_texts=[[output.text for output in group] for group in grouped],
+            response_texts=[[output.text if _is_answered(output) else "" for output in group] for group in grouped],
             finish_reasons=[[str(output.finish_reason) for output in group] for group in grouped],
+            transform=self.transform,
             **_arrays(grouped),
         )
 
@@ -95,9 +117,13 @@ class RolloutGenerator:
         """Different for every row and every call, repeatable when a seed was given."""
         if self.seed is None:
             return None
-        first = (self.seed << 32) + self._calls * count
-        self._calls += 1
+        first = (self.seed << 32) + self._calls
+        self._calls += count
         return list(range(first, first + count))
+
+
+def _is_answered(output: GenerationOutput) -> bool:
+    return output.finish_reason in ANSWERED and bool(output.token_ids)
 
 
 def _check(outputs: Sequence[GenerationOutput], expected: int) -> None:
@@ -108,22 +134,27 @@ def _check(outputs: Sequence[GenerationOutput], expected: int) -> None:
             raise RuntimeError(
                 f"answer {index} has {len(output.token_ids)} tokens and {len(output.logprobs)} log-probs"
             )
-    failed = [output for output in outputs if not output.token_ids]
+    failed = [output for output in outputs if not _is_answered(output)]
+    if not failed:
+        return
+    first = failed[0].error or failed[0].finish_reason
     if len(failed) == expected:
-        raise RuntimeError(
-            f"no prompt of the batch was answered; the first: {failed[0].error or failed[0].finish_reason}"
-        )
-    if failed:
-        log.warning("%d of %d rows have no answer; the first: %s", len(failed), expected, failed[0].error)
+        raise RuntimeError(f"no prompt of the batch was answered; the first: {first}")
+    log.warning(
+        "%d of %d responses could not be produced and are left out; the first: %s", len(failed), expected, first
+    )
 
 
 def _arrays(grouped: Sequence[Sequence[GenerationOutput]]) -> dict[str, Any]:
-    shape = (len(grouped), len(grouped[0]), max(1, max(len(o.token_ids) for group in grouped for o in group)))
+    answered = [output for group in grouped for output in group if _is_answered(output)]
+    shape = (len(grouped), len(grouped[0]), max(len(output.token_ids) for output in answered))
     responses, versions = np.zeros(shape, np.int32), np.full(shape, -1, np.int32)
     logprobs, raw = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
     mask = np.zeros(shape, bool)
     for b, group in enumerate(grouped):
         for g, output in enumerate(group):
+            if not _is_answered(output):
+                continue
             n = len(output.token_ids)
             mask[b, g, :n] = True
             responses[b, g, :n] = output.token_ids

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
+import pickle
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 
 from upweight.online.data import RawRollout, RolloutResult
 from upweight.online.generator import RolloutGenerator
 from upweight.online.rewards import BaseRewardModel, score_rollout
-
-log = logging.getLogger(__name__)
 
 PROMPT_KEYS = ("messages", "instruction", "input", "output", "input_ids", "prompts", "attention_mask", "metadata")
 
@@ -60,12 +58,11 @@ class RolloutRunner:
         self._cache = {key: kept for key, kept in self._cache.items() if kept[1] > oldest}
 
     def _score(self, raw: RawRollout) -> RolloutResult:
-        valid = np.asarray(raw.response_mask).any(axis=-1)
-        rewards = np.where(valid, score_rollout(self.reward_model, raw), 0.0).astype(np.float32)
-        if not valid.all():
-            log.warning("%d responses could not be produced; they have reward 0 and valid = False", int((~valid).sum()))
+        device = next(iter(raw.prompts.devices()))
+        rewards = jax.device_put(score_rollout(self.reward_model, raw), device)
+        valid = jax.device_put(np.asarray(raw.response_mask).any(axis=-1), device)
         shared = {field.name: getattr(raw, field.name) for field in fields(RawRollout)}
-        return RolloutResult(**shared, rewards=jnp.asarray(rewards), valid=jnp.asarray(valid))
+        return RolloutResult(**shared, rewards=rewards, valid=valid)
 
 
 def content_key(batch: Mapping[str, Any]) -> str:
@@ -74,15 +71,18 @@ def content_key(batch: Mapping[str, Any]) -> str:
     for name in PROMPT_KEYS:
         if batch.get(name) is not None:
             digest.update(name.encode())
-            digest.update(json.dumps(_plain(batch[name]), sort_keys=True, default=str).encode())
+            digest.update(json.dumps(_plain(batch[name]), sort_keys=True).encode())
     return digest.hexdigest()
 
 
 def _plain(value: Any) -> Any:
+    """What JSON can say; other objects by their pickle, so that different ones never share a key."""
+    if value is None or isinstance(value, str | int | float):
+        return value
     if hasattr(value, "tolist"):
-        return value.tolist()
+        return _plain(value.tolist())
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
+        return {f"{type(key).__name__} {key}": _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
-    return value
+    return [type(value).__qualname__, hashlib.blake2b(pickle.dumps(value)).hexdigest()]

@@ -9,16 +9,23 @@ CHUNK = 256
 
 
 def target_logprobs(
-    hidden_NH: jax.Array, head_VH: jax.Array, target_N: jax.Array, temperature_N: jax.Array, *, entropy: bool = False
+    hidden_NH: jax.Array,
+    head_VH: jax.Array,
+    target_N: jax.Array,
+    temperature_N: jax.Array,
+    *,
+    entropy: bool = False,
+    cap: float = 0.0,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """log_softmax(hidden·headᵀ / T)[target] and, if asked for, the entropy of that distribution; float32 [N].
+    """log_softmax(L / T)[target], L = hidden·headᵀ (cap·tanh(L / cap) with a cap), and on demand its entropy; float32 [N].
 
     Works through chunks of 256 positions; with more than one chunk the backward pass computes each chunk's logits again.
     """
 
     def one(chunk: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         hidden, target, temperature = chunk
-        logits = jnp.einsum("nh,vh->nv", hidden, head_VH, preferred_element_type=jnp.float32) / temperature[:, None]
+        logits = jnp.einsum("nh,vh->nv", hidden, head_VH, preferred_element_type=jnp.float32)
+        logits = (cap * jnp.tanh(logits / cap) if cap else logits) / temperature[:, None]
         total = jax.nn.logsumexp(logits, axis=-1)
         chosen = jnp.take_along_axis(logits, target[:, None], axis=-1)[:, 0]
         return chosen - total, _entropy(logits, total) if entropy else jnp.zeros_like(total)

@@ -65,7 +65,14 @@ def packed_logprobs(
     mask = allowed_mask(packed.block, packed.segment)
     hidden = forward_hidden(config, params, packed.tokens, packed.positions, mask, lora, lora_scale, remat)
     at_targets = hidden.reshape(-1, hidden.shape[-1])[packed.query]
-    return target_logprobs(at_targets, head_matrix(params), packed.target, packed.temperature, entropy=entropy)
+    return target_logprobs(
+        at_targets,
+        head_matrix(params),
+        packed.target,
+        packed.temperature,
+        entropy=entropy,
+        cap=config.final_softcap,
+    )
 
 
 def policy_loss(

@@ -128,6 +128,13 @@ class PolicyTrainer:
         self.version += 1
         return StepReport(version=self.version, skipped=skipped, metrics=metrics, fates=fates)
 
+    def score(self, batch: TrainBatch) -> np.ndarray:
+        """Log-probs of the trained tokens under the present policy, as an update computes them.
+
+        float32 at the flat places of the batch, NaN elsewhere.
+        """
+        return self._flat_scores(batch, np.arange(batch.num_samples), self.trainable, self._frozen)
+
     def _advantages(self, batch: TrainBatch) -> tuple[np.ndarray, list[str]]:
         settings = self.settings
         if settings.advantage == "given":

@@ -28,7 +28,18 @@ _INNER = {
     "gate_up": ["mlp.gate_proj.weight", "mlp.up_proj.weight"],
     "down": ["mlp.down_proj.weight"],
 }
+# Families that normalise the outputs too have four norms a layer, and another meaning of the second name.
+_POST_NORMS = {
+    "norm_attn_out": ["post_attention_layernorm.weight"],
+    "norm_mlp": ["pre_feedforward_layernorm.weight"],
+    "norm_mlp_out": ["post_feedforward_layernorm.weight"],
+}
 _IGNORED = ("rotary_emb.inv_freq",)
+
+
+def _names(config: DecoderConfig) -> dict[str, list[str]]:
+    """Key of a layer → the tensors it is made of, without `model.layers.N.`."""
+    return _INNER | _POST_NORMS if config.post_norms else _INNER
 
 
 def params_from_tensors(
@@ -55,8 +66,9 @@ def params_from_tensors(
         return jnp.asarray(whole, dtype or whole.dtype)
 
     tree: Params = {key: build([_OUTER[key]], key, shape) for key, shape in model_shapes(config).items()}
+    inner = _names(config)
     tree["layers"] = [
-        {key: build([f"model.layers.{i}.{n}" for n in _INNER[key]], key, s) for key, s in layer_shapes(config).items()}
+        {key: build([f"model.layers.{i}.{n}" for n in inner[key]], key, s) for key, s in layer_shapes(config).items()}
         for i in range(config.num_layers)
     ]
     if found:
@@ -73,8 +85,9 @@ def tensors_from_params(config: DecoderConfig, params: Params) -> Iterator[tuple
         "qkv_bias": [config.q_size, config.q_size + config.kv_size],
         "gate_up": [config.intermediate_size],
     }
+    inner = _names(config)
     for i, layer in enumerate(params["layers"]):
         for key in layer_shapes(config):
             parts = np.split(np.asarray(layer[key]), borders.get(key, []), axis=-1)
-            for name, part in zip(_INNER[key], parts, strict=True):
+            for name, part in zip(inner[key], parts, strict=True):
                 yield f"model.layers.{i}.{name}", np.ascontiguousarray(part.T if part.ndim == 2 else part)

@@ -16,6 +16,7 @@ from typing import Any
 from upweight.errors import TrainingError, UpweightError
 from upweight.inference.engine import Engine
 from upweight.models.layers import Params
+from upweight.online.load_check import check_loaded
 from upweight.server.worker_protocol import (
     CheckpointResult,
     TrainBatch,
@@ -175,6 +176,8 @@ class WorkerCore:
             version=version,
         ).start()
         self._fingerprint = self.engine.fingerprint()
+        self._enter(WorkerPhase.COMPILING, "comparing engine and trainer")
+        check_loaded(self.engine, self.trainer)
 
     def _load_trainer(self) -> PolicyTrainer:
         """At the spec's checkpoint, else at version 0. A worker that only serves needs it to make the weights again."""

@@ -1,0 +1,101 @@
+"""Every family through the engine (chunked prefill, decode, preemption) and through the trainer (packed rows, LoRA)."""
+
+import numpy as np
+import pytest
+
+from tests.models.golden import WHOLE, load_golden, outputs, rows, tolerances
+from tests.training.batch_makers import make_batch
+from upweight.inference import InferenceScheduler
+from upweight.inference.engine import Engine
+from upweight.inference.programs import token_bytes
+from upweight.inference.types import GenerationOutput, SamplingParams
+from upweight.online.load_check import check_loaded
+from upweight.ops.samples import TrainBatch
+from upweight.training.policy_trainer import PolicyTrainer
+from upweight.training.settings import LoraSettings, PolicySettings
+from upweight.weights.loading import LoadedModel
+
+GREEDY = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
+ROWS = 2
+
+
+def engine_of(model: LoadedModel, params: dict | None = None, **options: int) -> Engine:
+    engine = Engine(model.config, params or model.params, model.tokenizer, max_rows=ROWS, **options)
+    engine.scheduler.prefill_budget = 7  # the longest row comes in three pieces
+    return engine.start()
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_greedy_answers_alone_in_a_batch_and_preempted(name: str) -> None:
+    model, golden, prompts = load_golden(name), outputs(name), rows(name)
+    atol = tolerances(name)["logprobs_atol"]
+    engine = engine_of(model)
+    alone = engine.generate([prompts[0]], GREEDY)[0]
+    together = engine.generate([*prompts, prompts[1][:3]], GREEDY)
+    engine.stop()
+    assert alone.token_ids[:12] == golden["greedy_ids"].tolist()
+    np.testing.assert_allclose(alone.logprobs[:12], golden["greedy_logprobs"], atol=atol, rtol=0)
+    assert together[0].token_ids == alone.token_ids
+    small = engine_of(model, store_bytes=64 * token_bytes(model.config, model.params))
+    again = small.generate([*prompts, prompts[1][:3]], GREEDY)
+    preemptions = small.stats()["preemptions"]
+    small.stop()
+    assert preemptions > 0
+    for one, other in zip(together, again, strict=True):
+        assert one.token_ids == other.token_ids
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=atol, rtol=0)
+
+
+def batch_of(prompts: list[list[int]], outputs: list[GenerationOutput], version: int) -> TrainBatch:
+    """What the engine drew, as the trainer gets it; both samples of a prompt share its tokens in the packed row."""
+    samples = [(prompt, output.token_ids) for prompt, output in zip(prompts, outputs, strict=True)]
+    batch = make_batch(samples, np.linspace(-1, 1, len(samples)))
+    batch.logprobs[batch.mask > 0] = np.concatenate([output.logprobs for output in outputs])
+    batch.versions[batch.mask > 0] = version
+    return batch
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_the_packed_rows_of_the_trainer(name: str) -> None:
+    golden = outputs(name)
+    samples = [(row[:1], row[1:]) for row in rows(name)]
+    batch = make_batch(samples, [0.5, -1.0, 0.25])
+    batch.logprobs[batch.mask > 0] = np.concatenate(
+        [golden["logprobs"][b, : len(answer)] for b, (_, answer) in enumerate(samples)]
+    )
+    model = load_golden(name)
+    report = PolicyTrainer(model.config, model.params, PolicySettings()).train(batch)
+    assert report.metrics["mismatch_max"] < tolerances(name)["logprobs_atol"]
+    assert report.metrics["on_policy_tokens"] == 30
+
+
+@pytest.mark.parametrize("name", ["qwen2", "mistral-window5", "gemma2", "gemma3"])
+def test_a_trained_adapter_in_engine_and_trainer(name: str) -> None:
+    """The engine samples with the adapter merged in, the trainer scores with it apart."""
+    model, atol = load_golden(name), tolerances(name)["logprobs_atol"]
+    prompts = [prompt for prompt in rows(name)[:2] for _ in range(2)]
+    settings = PolicySettings(lora=LoraSettings(rank=4, alpha=8.0), learning_rate=0.02)
+    trainer = PolicyTrainer(model.config, model.params, settings)
+    engine = engine_of(model, trainer.policy_params())
+    drawn = [SamplingParams(max_tokens=9, ignore_eos=True, seed=seed) for seed in range(4)]
+    first = trainer.train(batch_of(prompts, engine.generate(prompts, drawn), 0))
+    engine.set_weights(trainer.policy_params(), 1)
+    before = trainer.policy_params()
+    second = trainer.train(batch_of(prompts, engine.generate(prompts, drawn), 1))
+    engine.stop()
+    moved = np.abs(np.asarray(before["layers"][0]["qkv"]) - np.asarray(model.params["layers"][0]["qkv"])).max()
+    assert moved > 0.01
+    assert first.metrics["mismatch_max"] < atol
+    assert second.metrics["mismatch_max"] < atol
+
+
+@pytest.mark.parametrize("name", ["llama-rope3-untied", "gemma2", "gemma3"])
+def test_scores_in_float32_and_bfloat16(name: str) -> None:
+    model, golden, sequences = load_golden(name), outputs(name)["logprobs"], rows(name)
+    for dtype, mean, largest in (("float32", 2e-5, tolerances(name)["logprobs_atol"]), ("bfloat16", 0.06, 0.6)):
+        with InferenceScheduler(model, model.tokenizer, max_batch_size=ROWS, dtype=dtype) as scheduler:
+            found = scheduler.score(sequences)
+            check_loaded(scheduler.engine)
+        gaps = np.concatenate([np.abs(golden[b, : len(row) - 1] - found[b]) for b, row in enumerate(sequences)])
+        assert gaps.mean() < mean, dtype
+        assert gaps.max() < largest, dtype
