@@ -132,6 +132,8 @@ def test_numbers_in_sentences() -> None:
     assert f"may grow to {settings['disk_budget_gb']:g} GB" in text
     assert f"newest `keep_checkpoints` ({Reinforcement.model_fields['keep_checkpoints'].default})" in text
     assert f"`UPWEIGHT_HOME`, else `{settings['home']}`" in text
+    inference = (ROOT / "docs" / "inference.md").read_text()
+    assert f"`UPWEIGHT_INFERENCE_TIMEOUT` ({settings['inference_timeout']:g} s)" in inference
     troubles = (ROOT / "docs" / "troubleshooting.md").read_text()
     assert f"port {settings['port']}" in troubles
 

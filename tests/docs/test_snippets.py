@@ -20,6 +20,7 @@ from upweight.demo.server_process import ServerProcess
 
 README, JOBS, ROLLOUTS = ROOT / "README.md", ROOT / "docs" / "jobs.md", ROOT / "docs" / "rollouts.md"
 ONLINE = ROOT / "docs" / "online.md"
+INFERENCE = ROOT / "docs" / "inference.md"
 NAMED_MODEL = "SmolLM2-135M-Instruct"
 CREATE = f'eval "$(upweight jobs create --model {NAMED_MODEL} --batch-size 8 --num-batches 2 --max-tokens 8)"'
 TIMEOUT_S = 120
@@ -134,14 +135,11 @@ def test_online_program(tiny_model_folder: Path, tmp_path: Path) -> None:
 
 
 def test_every_program_is_run_above() -> None:
-    found = {(page.name, name) for page in (README, JOBS, ROLLOUTS, ONLINE) for name in programs(page)}
+    found = {(page.name, name) for page in (README, JOBS, ROLLOUTS, INFERENCE, ONLINE) for name in programs(page)}
     part = {("rollouts.md", "group")}  # the beginning of the two others of its page
     run = {("README.md", "quick_start"), ("jobs.md", "create")}
-    run |= {
-        ("rollouts.md", "evaluate"),
-        ("rollouts.md", "asynchronous"),
-        ("rollouts.md", "turns"),
-        ("online.md", "online"),
-    }
+    run |= {("rollouts.md", "evaluate"), ("rollouts.md", "asynchronous"), ("rollouts.md", "turns")}
+    run |= {("inference.md", "openai"), ("inference.md", "anthropic"), ("online.md", "online")}
     assert found == run | part
-    assert not any(programs(page) for page in (ROOT / "docs").glob("*.md") if page not in (JOBS, ROLLOUTS, ONLINE))
+    pages = (JOBS, ROLLOUTS, INFERENCE, ONLINE)
+    assert not any(programs(page) for page in (ROOT / "docs").glob("*.md") if page not in pages)

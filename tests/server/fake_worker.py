@@ -81,10 +81,24 @@ class Handler(BaseHTTPRequestHandler):
         if HUNG.is_set():
             time.sleep(1000)
         if self.path == "/state":
-            stats = {"tokens": 7.0}
+            stats = {"total_tokens": 7.0}
             self.answer(
                 {"phase": "ready", "version": WEIGHTS.version, "fingerprint": WEIGHTS.fingerprint, "stats": stats}
             )
+        elif self.path == "/stats":
+            task = {"tokens": 3}
+            self.answer(
+                {
+                    "total_tasks": 4,
+                    "total_tokens": 12,
+                    "avg_ttft_ms": 5.0,
+                    "tokens_by_version": {"0": 12},
+                    "recent_tasks": [task],
+                }
+            )
+        elif self.path.startswith("/openai/v1/models/"):
+            name = self.path.rpartition("/")[2]
+            self.answer({"id": name, "object": "model", "created": 1, "owned_by": "x"})
         else:
             data = [{"id": name, "object": "model", "created": 1, "owned_by": "x"} for name in SPEC["model_names"]]
             self.answer({"object": "list", "data": data})

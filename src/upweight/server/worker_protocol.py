@@ -9,7 +9,8 @@ holds the store and never imports JAX. They talk HTTP over a Unix socket:
 | POST /train?batch_index=K | `encode_batch(TrainBatch)` | `TrainResult`; 409 when K is not the worker's version |
 | POST /checkpoint | – | `CheckpointResult`: complete on disk |
 | POST /export | `{"path": folder}` | `{"path": folder}`: Hugging Face folder of the present weights |
-| POST /openai/v1/chat/completions, /openai/v1/completions, GET /openai/v1/models, POST /render | as on the public wire | as on the public wire |
+| GET  /stats | – | counters of the engine, recent requests among them |
+| POST /openai/v1/{chat/completions, completions, messages, messages/count_tokens}, GET /openai/v1/models[/ID], POST /render | as on the public wire | as on the public wire |
 
 Invariants:
 * The worker dies with its parent: its standard input is a pipe, end of file means exit now. SIGTERM likewise.
@@ -62,6 +63,9 @@ class WorkerSpec(BaseModel):
     cache_folder: str | None = Field(default=None, description="JAX compilation cache; None = off")
     max_slots: int = Field(default=32, ge=1, description="requests decoded at the same time")
     max_queue: int = Field(default=4096, ge=1, description="requests waiting beyond which the answer is 429")
+    request_timeout: float | None = Field(
+        default=None, gt=0, description="seconds after which a completion is aborted; None = no limit"
+    )
 
 
 class WorkerPhase(StrEnum):

@@ -2,6 +2,7 @@
 
 Invariants
 - Templates come with downloaded models: they run in a sandbox that can neither reach attributes nor change its input.
+- Declared tools reach the model also where its template knows none: they are spelled out as text then.
 - A message that cannot be rendered is a `RequestError` with field "messages"; no template error escapes as it is.
 """
 
@@ -17,6 +18,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from upweight.errors import RequestError, UnsupportedModel
+from upweight.tokenizer.tool_calls import knows_tools, spell_out
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 Message = Mapping[str, Any]
@@ -37,16 +39,29 @@ class ChatTemplate:
 
     def __init__(self, source: str, named_tokens: Mapping[str, str]) -> None:
         self._named_tokens = dict(named_tokens)
+        self._knows_tools = knows_tools(source)
+        self._knows_calls = self._knows_tools or "tool_calls" in source
         try:
             self._template = _environment().from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise UnsupportedModel(f"the chat template does not parse: {error.message}, line {error.lineno}") from error
 
     def render(
-        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None, add_generation_prompt: bool
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None,
+        add_generation_prompt: bool,
+        keep_calls: bool = False,
     ) -> str:
-        """The text of `messages`; `RequestError` (field "messages") when one is malformed or the template refuses."""
+        """The text of `messages`; `RequestError` (field "messages") when one is malformed or the template refuses.
+
+        `keep_calls`: calls of the history are spelled out for a template that would drop them, also without `tools`.
+        """
         plain = [plain_message(message, index) for index, message in enumerate(_as_sequence(messages))]
+        dropped = keep_calls and not self._knows_calls and any(message.get("tool_calls") for message in plain)
+        if dropped or (tools and not self._knows_tools):
+            plain, tools = spell_out(plain, tools), None
         try:
             return self._template.render(
                 self._named_tokens,

@@ -20,6 +20,7 @@ from upweight.tokenizer.folder_tokenizer import load_folder
 from upweight.tokenizer.gguf_tokenizer import load_gguf
 from upweight.tokenizer.parts import TokenizerParts
 from upweight.tokenizer.token_bytes import bytes_of, spelling_of
+from upweight.tokenizer.tool_calls import ToolStyle, style_of
 
 
 class Tokenizer:
@@ -68,10 +69,21 @@ class Tokenizer:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        keep_calls: bool = False,
     ) -> str:
-        """`messages` as the model's chat template writes them; `RequestError` (field "messages") when it cannot."""
+        """`messages` as the model's chat template writes them; `RequestError` (field "messages") when it cannot.
+
+        `keep_calls`: see `ChatTemplate.render`.
+        """
         template = self._tool_template if tools else self._template
-        return template.render(messages, tools=tools, add_generation_prompt=add_generation_prompt)
+        return template.render(
+            messages, tools=tools, add_generation_prompt=add_generation_prompt, keep_calls=keep_calls
+        )
+
+    @functools.cached_property
+    def tool_style(self) -> ToolStyle:
+        """How this model writes its tool calls."""
+        return style_of(self._parts.tool_template or self.chat_template)
 
     def encode_chat(
         self,
@@ -79,9 +91,10 @@ class Tokenizer:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        keep_calls: bool = False,
     ) -> list[int]:
         """Ids of `render(…)`. Special tokens that a message spells out are special here too, as in transformers."""
-        text = self.render(messages, tools=tools, add_generation_prompt=add_generation_prompt)
+        text = self.render(messages, tools=tools, add_generation_prompt=add_generation_prompt, keep_calls=keep_calls)
         try:
             return self.encode(text)
         except RequestError as error:

@@ -42,11 +42,8 @@ def parts_of(request: Request) -> Parts:
 
 
 async def project_of(request: Request) -> str:
-    """The project that the request's bearer key opens. Raises Refusal 401."""
-    scheme, _, key = request.headers.get("authorization", "").partition(" ")
-    if scheme.lower() != "bearer" or not key.strip():
-        raise Refusal(401, "no API key: send the header 'Authorization: Bearer <key>'")
-    parts, key = parts_of(request), key.strip()
+    """The project that the request's key opens. Raises Refusal 401."""
+    parts, key = parts_of(request), _key_of(request)
     hashed = keys.hash_key(key)
     if hashed not in parts.projects:
         project = await parts.database.read(lambda c: keys.project_of(c, key))
@@ -54,6 +51,16 @@ async def project_of(request: Request) -> str:
             raise Refusal(401, "the API key is not known to this server; use the one in its home folder (file api_key)")
         parts.projects[hashed] = project
     return parts.projects[hashed]
+
+
+def _key_of(request: Request) -> str:
+    """The bearer key, or that of `x-api-key`, the header of Anthropic's clients."""
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    key = key.strip() if scheme.lower() == "bearer" else ""
+    key = key or request.headers.get("x-api-key", "").strip()
+    if not key:
+        raise Refusal(401, "no API key: send the header 'Authorization: Bearer <key>'")
+    return key
 
 
 PartsOf = Annotated[Parts, Depends(parts_of)]

@@ -1,4 +1,4 @@
-"""Error answers: `{"detail": …}` everywhere; below the inference prefix also the form that OpenAI clients read."""
+"""Error answers: `{"detail": …}` everywhere; on inference routes also the form that OpenAI or Anthropic clients read."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from starlette.requests import ClientDisconnect
 
 from upweight.errors import StoreError
 from upweight.server.ascii_json import AsciiJSON
+from upweight.server.error_bodies import anthropic_error_body, error_body, is_anthropic, is_inference
 from upweight.server.reasons import reason_header
 from upweight.server.refusals import Refusal
 
@@ -23,8 +24,8 @@ RETRY_AFTER = {503: "2", 429: "1"}  # seconds
 
 def answer(request: Request, status: int, detail: Any, **extra: Any) -> AsciiJSON:
     content = {"detail": detail, **extra}
-    if "/inference/" in request.url.path:
-        content = both_forms(status, content)
+    if is_inference(request.url.path):
+        content = both_forms(request, status, content)
     headers = reason_header(text_of(detail))
     if status in RETRY_AFTER:
         headers["Retry-After"] = RETRY_AFTER[status]
@@ -33,15 +34,14 @@ def answer(request: Request, status: int, detail: Any, **extra: Any) -> AsciiJSO
     return AsciiJSON(content, status, headers)
 
 
-def both_forms(status: int, content: dict[str, Any]) -> dict[str, Any]:
+def both_forms(request: Request, status: int, content: dict[str, Any]) -> dict[str, Any]:
     """Add `error` to a body that has `detail`, or `detail` to one that has `error`."""
     if isinstance(content.get("error"), dict):
         return {"detail": str(content["error"].get("message", "")), **content}
     message = text_of(content.get("detail", ""))
-    kind = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}.get(
-        status, "server_error" if status >= 500 else "invalid_request_error"
-    )
-    return {**content, "error": {"message": message, "type": kind, "param": None, "code": None}}
+    if is_anthropic(request.url.path):
+        return {**anthropic_error_body(status, message), **content}
+    return {**error_body(status, message), **content}
 
 
 def text_of(detail: Any) -> str:

@@ -9,7 +9,14 @@ from fastapi.responses import PlainTextResponse
 
 from upweight import __version__
 from upweight.server.api.context import PartsOf, ProjectOf
-from upweight.server.store import jobs
+from upweight.server.api.model_names import job_for_model, served_jobs
+from upweight.server.store.jobs import Job
+
+# What can be asked of every model served here; a client can look before it relies on something.
+CAPABILITIES = (
+    "chat", "completions", "messages", "token_ids", "streaming", "tools", "json_object", "json_schema", "logprobs",
+    "top_logprobs", "prompt_logprobs", "logit_bias", "penalties", "min_p", "seed", "stop", "stop_token_ids", "min_tokens",
+)  # fmt: skip
 
 router = APIRouter()
 
@@ -34,6 +41,9 @@ async def front() -> PlainTextResponse:
         "POST /v1/fine_tuning/jobs                             create a job\n"
         "GET  /v1/fine_tuning/jobs                             list jobs\n"
         "GET  /v1alpha1/fine_tuning/jobs/{job_id}/progress     how a job stands\n"
+        "POST /v1/chat/completions, /v1/completions            ask a job's model (OpenAI)\n"
+        "POST /v1/messages                                     ask a job's model (Anthropic)\n"
+        "GET  /v1/models, /stats, /metrics                     what is served, and how\n"
         "GET  /healthz, /readyz                                health\n\n"
         "All routes but this one and health need the header 'Authorization: Bearer <key>'.\n"
     )
@@ -42,17 +52,22 @@ async def front() -> PlainTextResponse:
 @router.get("/v1/models")
 async def models(parts: PartsOf, project: ProjectOf) -> dict[str, Any]:
     """One model per job that serves one: its id is the job's."""
-    found, _ = await parts.database.read(lambda c: jobs.list_jobs(c, project, limit=1000, after=None))
-    data = [
-        {
-            "id": job.id,
-            "object": "model",
-            "created": int(job.created_at),
-            "owned_by": project,
-            "base_model": job.model,
-            "inference_version": job.inference_version,
-        }
-        for job in found
-        if job.inference_version is not None and job.job_status not in ("failed", "cancelled")
-    ]
-    return {"object": "list", "data": data}
+    found = await parts.database.read(lambda c: served_jobs(c, project))
+    return {"object": "list", "data": [_model(job) for job in found if job.inference_version is not None]}
+
+
+@router.get("/v1/models/{name:path}")
+async def model(name: str, parts: PartsOf, project: ProjectOf) -> dict[str, Any]:
+    return _model(await parts.database.read(lambda c: job_for_model(c, project, name)))
+
+
+def _model(job: Job) -> dict[str, Any]:
+    return {
+        "id": job.id,
+        "object": "model",
+        "created": int(job.created_at),
+        "owned_by": job.project,
+        "base_model": job.model,
+        "inference_version": job.inference_version,
+        "capabilities": CAPABILITIES,
+    }

@@ -1,4 +1,4 @@
-"""The job's OpenAI-compatible endpoint: requests go to the job's worker, what it answers is remembered for the join.
+"""The inference routes below a job, and the same beside it, where the model's name picks the job: requests go to the job's worker, what it answers is remembered for the join.
 
 Invariants:
 * A completion is stored before its answer leaves, so a sample made from it always finds it.
@@ -13,15 +13,18 @@ import contextlib
 import json
 from collections.abc import AsyncIterator
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import StreamingResponse
 
-from upweight.server.api.context import JobOf, Parts, PartsOf, off_the_loop, parse_json, read_body
-from upweight.server.api.errors import both_forms
+from upweight.server.api.context import JobOf, Parts, PartsOf, ProjectOf, off_the_loop, parse_json, read_body
+from upweight.server.api.errors import both_forms, text_of
+from upweight.server.api.model_names import job_for_model
 from upweight.server.api.served import StreamReader, served_of
 from upweight.server.ascii_json import AsciiJSON
+from upweight.server.reasons import reason_header
 from upweight.server.refusals import Refusal
 from upweight.server.store import completions
 from upweight.server.store.jobs import Job, get_job
@@ -29,33 +32,57 @@ from upweight.server.store.jobs import Job, get_job
 PREFIX = "/v1alpha1/fine_tuning/jobs/{job_id}"
 MOST_ATTEMPTS = 5
 
-router = APIRouter(prefix=PREFIX)
+OF_JOB = PREFIX + "/inference/openai/v1"
+
+router = APIRouter()
 
 
-@router.get("/inference/openai/v1/models")
-async def models(request: Request, job: JobOf, parts: PartsOf) -> Response:
-    return await _forward(request, job, parts, "GET", "/openai/v1/models", b"")
-
-
-@router.post("/render")
+@router.post(PREFIX + "/render")
 async def render(request: Request, job: JobOf, parts: PartsOf) -> Response:
     return await _forward(request, job, parts, "POST", "/render", await read_body(request))
 
 
-@router.post("/inference/openai/v1/chat/completions")
-async def chat_completions(request: Request, job: JobOf, parts: PartsOf) -> Response:
-    return await _complete(request, job, parts, "/openai/v1/chat/completions")
+@router.get(OF_JOB + "/models")
+async def models(request: Request, job: JobOf, parts: PartsOf) -> Response:
+    return await _forward(request, job, parts, "GET", "/openai/v1/models", b"")
 
 
-@router.post("/inference/openai/v1/completions")
-async def text_completions(request: Request, job: JobOf, parts: PartsOf) -> Response:
-    return await _complete(request, job, parts, "/openai/v1/completions")
+@router.get(OF_JOB + "/models/{name:path}")
+async def model(name: str, request: Request, job: JobOf, parts: PartsOf) -> Response:
+    return await _forward(request, job, parts, "GET", f"/openai/v1/models/{quote(name)}", b"")
 
 
-async def _complete(request: Request, job: JobOf, parts: Parts, path: str) -> Response:
+@router.post(OF_JOB + "/chat/completions")
+@router.post(OF_JOB + "/completions")
+@router.post(OF_JOB + "/messages")
+@router.post(OF_JOB + "/messages/count_tokens")
+async def complete_for_job(request: Request, job: JobOf, parts: PartsOf) -> Response:
+    body, asked = await _read(request, parts)
+    return await _complete(request, job, parts, "/openai" + request.url.path.rpartition("/openai")[2], body, asked)
+
+
+@router.post("/v1/chat/completions")
+@router.post("/v1/completions")
+@router.post("/v1/messages")
+@router.post("/v1/messages/count_tokens")
+async def complete_for_model(request: Request, parts: PartsOf, project: ProjectOf) -> Response:
+    body, asked = await _read(request, parts)
+    job = await parts.database.read(lambda c: job_for_model(c, project, asked.get("model")))
+    return await _complete(request, job, parts, "/openai" + request.url.path, body, asked)
+
+
+async def _read(request: Request, parts: Parts) -> tuple[bytes, dict[str, Any]]:
     body = await read_body(request)
-    asked: dict[str, Any] = await off_the_loop(parts, len(body), parse_json, body)
-    if asked.get("stream"):
+    try:
+        return body, await off_the_loop(parts, len(body), parse_json, body)
+    except Refusal as refusal:
+        raise Refusal(400, refusal.text) from refusal  # what clients of inference APIs expect of a bad body
+
+
+async def _complete(
+    request: Request, job: Job, parts: Parts, path: str, body: bytes, asked: dict[str, Any]
+) -> Response:
+    if asked.get("stream") is True:
         return await _stream(request, job, parts, path, body, asked)
     return await _forward(request, job, parts, "POST", path, body, asked)
 
@@ -69,7 +96,7 @@ async def _forward(
     finally:
         await upstream.aclose()
     if upstream.status_code >= 400:
-        return _error(upstream, content)
+        return _error(request, upstream, content)
     if asked is not None and not job.is_over:
         await _remember(parts, job, asked, await off_the_loop(parts, len(content), json.loads, content))
     return Response(content, upstream.status_code, media_type=upstream.headers.get("content-type"))
@@ -80,7 +107,7 @@ async def _stream(request: Request, job: Job, parts: Parts, path: str, body: byt
     if upstream.status_code >= 400:
         content = await upstream.aread()
         await upstream.aclose()
-        return _error(upstream, content)
+        return _error(request, upstream, content)
     return StreamingResponse(
         _pass_on(upstream, job, parts, asked), upstream.status_code, media_type=upstream.headers.get("content-type")
     )
@@ -159,7 +186,7 @@ async def _disconnected(request: Request) -> None:
         continue
 
 
-def _error(upstream: httpx.Response, content: bytes) -> Response:
+def _error(request: Request, upstream: httpx.Response, content: bytes) -> Response:
     """The worker's refusal, in both forms."""
     try:
         told = json.loads(content)
@@ -167,5 +194,8 @@ def _error(upstream: httpx.Response, content: bytes) -> Response:
         told = None
     if not isinstance(told, dict):
         told = {"detail": content.decode(errors="replace")[:500] or upstream.reason_phrase}
-    headers = {"Retry-After": upstream.headers["retry-after"]} if "retry-after" in upstream.headers else None
-    return AsciiJSON(both_forms(upstream.status_code, told), upstream.status_code, headers)
+    body = both_forms(request, upstream.status_code, told)
+    headers = reason_header(text_of(body["detail"]))
+    if "retry-after" in upstream.headers:
+        headers["Retry-After"] = upstream.headers["retry-after"]
+    return AsciiJSON(body, upstream.status_code, headers)

@@ -21,7 +21,14 @@ def sampling_of(request: dict[str, Any]) -> tuple[float, bool, dict[str, Any]]:
     temperature = float(settings.get("temperature", 1.0))
     filtered = any(settings.get(name, neutral) != neutral for name, neutral in NEUTRAL.items())
     filtered = filtered or settings.get("top_k", 0) > 0 or bool(settings.get("logit_bias")) or temperature == 0.0
+    filtered = filtered or settings.get("min_tokens", 0) > 0 or _constrained(request)
     return (temperature or 1.0), filtered, settings
+
+
+def _constrained(request: dict[str, Any]) -> bool:
+    """Whether a grammar may have left tokens out."""
+    form, choice = request.get("response_format") or {}, request.get("tool_choice")
+    return form.get("type", "text") != "text" or choice not in (None, "none", "auto")
 
 
 def served_of(request: dict[str, Any], answer: dict[str, Any]) -> list[Served]:
@@ -64,7 +71,8 @@ def _output_of(choice: dict[str, Any]) -> tuple[list[int], list[float] | None]:
         named, values = logprobs.get("tokens") or [], logprobs.get("token_logprobs")
     output = choice.get("token_ids")
     if _is_ids(output):
-        return output, values
+        # With `echo` the values of the prompt stand before those of the output.
+        return output, values[len(values) - len(output) :] if values is not None else None
     numbers = [name.removeprefix("token_id:") for name in named]
     return ([int(number) for number in numbers] if all(number.isdecimal() for number in numbers) else []), values
 

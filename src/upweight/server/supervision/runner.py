@@ -138,7 +138,7 @@ class JobRunner:
         await self._state("loading", "starts its worker")
         if job.reinforcement["microbatch_tokens"] is None:
             job = await self._fix_microbatch(job)
-        spec = worker_spec(job, self.home, WorkerMode.TRAIN, checkpoint)
+        spec = worker_spec(job, self.home, WorkerMode.TRAIN, checkpoint, self.settings.inference_timeout)
         self.worker = await start_worker(
             self.settings.worker_command, spec, log_file(self.home, self.job_id), self.home.run
         )
@@ -411,21 +411,24 @@ def _watching(worker: WorkerProcess, settings: Settings) -> Any:
         task.cancel()
 
 
-def worker_spec(job: Job, home: Home, mode: WorkerMode, checkpoint: str | None) -> WorkerSpec:
+def worker_spec(
+    job: Job, home: Home, mode: WorkerMode, checkpoint: str | None, request_timeout: float | None = None
+) -> WorkerSpec:
     return WorkerSpec(
         job_id=job.id,
         mode=mode,
         model=job.model_path,
-        model_names=_model_names(job),
+        model_names=model_names(job),
         reinforcement=job.reinforcement,
         socket="",  # chosen by start_worker
         folder=str(home.job_folder(job.id)),
         checkpoint=checkpoint,
         cache_folder=str(home.cache / "compiled"),
+        request_timeout=request_timeout,
     )
 
 
-def _model_names(job: Job) -> list[str]:
+def model_names(job: Job) -> list[str]:
     """What requests may call the job's model: as when the job was created, its own name, their last parts, the job's id."""
     names = [job.model, job.request["model_name"]]
     return list(dict.fromkeys([*names, *(Path(name).name or name for name in names), job.id]))

@@ -64,11 +64,15 @@ class WorkerCore:
             raise self._failure
 
     @property
+    def loaded(self) -> bool:
+        return self._ready.is_set() and self._failure is None
+
+    @property
     def failure(self) -> BaseException | None:
         return self._failure
 
     def state(self) -> WorkerState:
-        loaded = self._ready.is_set() and self._failure is None
+        loaded = self.loaded
         return WorkerState(
             phase=self._phase,
             detail=self._detail,

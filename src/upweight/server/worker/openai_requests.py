@@ -1,162 +1,152 @@
-"""OpenAI request bodies → prompts and sampling parameters. What changes an answer is honoured or refused, never ignored."""
+"""OpenAI request bodies → `Asked`. What changes an answer is honoured or refused, never ignored."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import dataclasses
 from typing import Any
 
 from upweight.errors import RequestError
 from upweight.inference.types import SamplingParams
-from upweight.tokenizer import Tokenizer
+from upweight.server.worker import fields
+from upweight.server.worker.asked import Asked, Serving
+from upweight.server.worker.fields import Body, refuse
+from upweight.server.worker.sampling_fields import (
+    MOST_CHOICES,
+    SAMPLING_FIELDS,
+    one_a_choice,
+    sampling_params,
+    with_constraint,
+)
+from upweight.server.worker.tools import read_response_format, read_tools
 
-MOST_CHOICES = 128
-_SHARED = {
-    "model", "n", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "logprobs", "stream", "stream_options",
-    "return_token_ids", "ignore_eos", "stop_token_ids",
+MOST_ALTERNATIVES, MOST_TEXT_ALTERNATIVES = 20, 5
+LONGEST_TIMEOUT = 86_400.0  # seconds
+_SHARED = SAMPLING_FIELDS | {
+    "model", "n", "logprobs", "stream", "stream_options", "return_token_ids", "prompt_logprobs", "timeout",
+    "response_format",
 }  # fmt: skip
-_CHAT = _SHARED | {"messages", "max_completion_tokens", "top_logprobs"}
-_TEXT = _SHARED | {"prompt"}
+_CHAT = _SHARED | {"messages", "max_completion_tokens", "top_logprobs", "tools", "tool_choice", "parallel_tool_calls"}
+_TEXT = _SHARED | {"prompt", "echo", "best_of"}
 # Fields of the public API that change nothing about the tokens of an answer.
-_INERT = {"user", "metadata", "store", "service_tier", "parallel_tool_calls", "safety_identifier", "prompt_cache_key"}
+_INERT = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
 # Fields that would change an answer, with the value under which they do nothing.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "min_p": (0,),
-    "min_tokens": (0,),
-    "logit_bias": ({},),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "response_format": ({"type": "text"},),
-    "best_of": (1,),
-    "echo": (False,),
-    "suffix": ("",),
-}
+_CHAT_NEUTRAL: dict[str, tuple[Any, ...]] = {"modalities": (["text"],), "functions": ([],), "function_call": ("none",)}
+_TEXT_NEUTRAL: dict[str, tuple[Any, ...]] = {"suffix": ("",)}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Asked:
-    """One parsed request: every prompt is answered `n` times."""
-
-    prompts: list[list[int]]
-    params: list[SamplingParams]  # one a choice
-    logprobs: bool
-    token_ids: bool
-    stream: bool
-    usage_in_stream: bool
-
-
-def parse_chat(body: Mapping[str, Any], tokenizer: Tokenizer, default_tokens: int) -> Asked:
-    _check_fields(body, _CHAT)
+def parse_chat(body: Body, serving: Serving) -> Asked:
+    fields.only(body, _CHAT, _INERT, _CHAT_NEUTRAL)
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
-        raise RequestError("messages must be a list of at least one message", field="messages")
-    if body.get("top_logprobs"):
-        raise RequestError("top_logprobs is not offered yet; leave it out", field="top_logprobs")
-    return _asked(body, [tokenizer.encode_chat(messages)], default_tokens, _flag(body, "logprobs"))
-
-
-def parse_text(body: Mapping[str, Any], tokenizer: Tokenizer, default_tokens: int) -> Asked:
-    _check_fields(body, _TEXT)
-    return _asked(body, _prompts(body.get("prompt"), tokenizer), default_tokens, _text_logprobs(body.get("logprobs")))
-
-
-def _text_logprobs(wanted: Any) -> bool:
-    """Whether log-probs are asked for. The number asks for alternatives; 0 and 1 mean the sampled token alone."""
-    if wanted is None or isinstance(wanted, bool):
-        return bool(wanted)
-    if not isinstance(wanted, int) or not 0 <= wanted <= 1:
-        raise RequestError(f"logprobs is {wanted!r}; alternatives are not offered yet, use 0 or 1", field="logprobs")
-    return True
-
-
-def _prompts(prompt: Any, tokenizer: Tokenizer) -> list[list[int]]:
-    if isinstance(prompt, str):
-        return [tokenizer.encode(prompt)]
-    if isinstance(prompt, list) and prompt:
-        if _are_ids(prompt):
-            return [prompt]
-        if all(isinstance(p, str) for p in prompt):
-            return [tokenizer.encode(p) for p in prompt]
-        if all(isinstance(p, list) and _are_ids(p) for p in prompt):
-            return prompt
-    raise RequestError("prompt must be text, token ids, or a list of either", field="prompt")
-
-
-def _asked(body: Mapping[str, Any], prompts: list[list[int]], default_tokens: int, logprobs: bool) -> Asked:
-    n = _number(body, "n", 1, int)
-    if not 1 <= n <= MOST_CHOICES:
-        raise RequestError(f"n is {n}; it must be from 1 to {MOST_CHOICES}", field="n")
+        raise refuse("messages", messages, "a list of at least one message")
+    logprobs = fields.flag(body, "logprobs")
+    alternatives = fields.whole(body, "top_logprobs", 0, 0, MOST_ALTERNATIVES)
+    if body.get("top_logprobs") is not None and not logprobs:
+        raise RequestError(f"top_logprobs is {alternatives}, which needs logprobs true", field="top_logprobs")
     limit = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
-    max_tokens = _number(body, limit, default_tokens, int)
-    if max_tokens < 0:
-        raise RequestError(f"{limit} is {max_tokens}; it must be at least 0", field=limit)
-    seed = _number(body, "seed", None, int)
-    options = {} if body.get("stream_options") is None else body["stream_options"]
-    if not isinstance(options, dict):
-        raise RequestError(f"stream_options is {options!r}; it must be an object", field="stream_options")
-    shared: dict[str, Any] = {
-        "max_tokens": max_tokens,
-        "temperature": float(_number(body, "temperature", 1.0, float)),
-        "top_p": float(_number(body, "top_p", 1.0, float)),
-        "top_k": max(0, _number(body, "top_k", 0, int)),  # −1 means off in other servers
-        "stop": _stop(body.get("stop")),
-        "stop_ids": frozenset(_ids(body.get("stop_token_ids"))),
-        "ignore_eos": _flag(body, "ignore_eos"),
-    }
-    params = [SamplingParams(seed=None if seed is None else seed + i, **shared) for i in range(n)]
+    tooling = read_tools(body, serving)
+    params = _params(body, serving, limit, alternatives)
+    if tooling.constraint is not None:
+        if params.constraint is not None:
+            raise RequestError("response_format and tool_choice demand two different answers", field="response_format")
+        params = with_constraint(params, tooling.constraint, "tool_choice")
+    prompt = serving.tokenizer.encode_chat(messages, tools=tooling.told or None, keep_calls=True)
+    return _asked(body, serving, [prompt], params, logprobs=logprobs, tools=tooling.use)
+
+
+def parse_text(body: Body, serving: Serving) -> Asked:
+    fields.only(body, _TEXT, _INERT, _TEXT_NEUTRAL)
+    prompts = _prompts(body.get("prompt"), serving)
+    logprobs, alternatives = _text_logprobs(body)
+    echo = fields.flag(body, "echo")
+    params = _params(body, serving, "max_tokens", alternatives)
+    if echo and alternatives:
+        raise refuse("logprobs", alternatives, "0 with echo: alternatives of a prompt's tokens are not offered")
+    if echo and logprobs:
+        params = dataclasses.replace(params, prompt_logprobs=True)
+    asked = _asked(body, serving, prompts, params, logprobs=logprobs, echo=echo)
+    best_of = fields.whole(body, "best_of", None, 1, MOST_CHOICES)
+    if best_of is not None and best_of != asked.n:
+        raise refuse("best_of", best_of, f"equal to n, which is {asked.n}: choices are not ranked here")
+    return asked
+
+
+def _params(body: Body, serving: Serving, limit: str, alternatives: int) -> SamplingParams:
+    params = sampling_params(body, serving, max_tokens_field=limit)
+    params = dataclasses.replace(
+        params, top_logprobs=alternatives, prompt_logprobs=fields.flag(body, "prompt_logprobs")
+    )
+    constraint = read_response_format(body, serving)
+    return params if constraint is None else with_constraint(params, constraint, "response_format")
+
+
+def _text_logprobs(body: Body) -> tuple[bool, int]:
+    """(whether log-probs are told, how many alternatives a token).
+
+    With `return_token_ids` 0 and 1 mean the drawn token alone: that is the contract of rollouts, which need no others.
+    """
+    value = body.get("logprobs")
+    if value is None or isinstance(value, bool):
+        return bool(value), 0
+    most = fields.whole(body, "logprobs", 0, 0, MOST_TEXT_ALTERNATIVES)
+    return True, 0 if most == 1 and body.get("return_token_ids") else most
+
+
+def _prompts(prompt: Any, serving: Serving) -> list[list[int]]:
+    if isinstance(prompt, str):
+        found = [_encoded(prompt, serving)]
+    elif isinstance(prompt, list) and prompt and fields.are_ids(prompt):
+        found = [prompt]
+    elif isinstance(prompt, list) and prompt and all(isinstance(p, str) for p in prompt):
+        found = [_encoded(p, serving) for p in prompt]
+    elif isinstance(prompt, list) and prompt and all(fields.are_ids(p) for p in prompt):
+        found = prompt
+    else:
+        raise refuse("prompt", prompt, "text, token ids, or a list of either")
+    for index, ids in enumerate(found):
+        if not ids:
+            raise RequestError(f"prompt {index} is empty; it needs at least one token", field="prompt")
+        wrong = next((i for i in ids if not 0 <= i < serving.vocab_size), None)
+        if wrong is not None:
+            raise RequestError(
+                f"prompt has token id {fields.short(wrong)}; ids go from 0 to {serving.vocab_size - 1}", field="prompt"
+            )
+    return found
+
+
+def _encoded(text: str, serving: Serving) -> list[int]:
+    try:
+        return serving.tokenizer.encode(text)
+    except RequestError as error:
+        raise RequestError(f"prompt: {error}", field="prompt") from None
+
+
+def _asked(body: Body, serving: Serving, prompts: list[list[int]], params: SamplingParams, **more: Any) -> Asked:
+    n = fields.whole(body, "n", 1, 1, MOST_CHOICES)
+    check_room(prompts, serving, "messages" if "messages" in body else "prompt", answered=params.max_tokens != 0)
     return Asked(
         prompts=prompts,
-        params=params,
-        logprobs=logprobs,
-        token_ids=_flag(body, "return_token_ids"),
-        stream=_flag(body, "stream"),
-        usage_in_stream=bool(options.get("include_usage")),
+        params=one_a_choice(params, n * len(prompts)),
+        n=n,
+        token_ids=fields.flag(body, "return_token_ids"),
+        token_id_names=fields.flag(body, "return_token_ids"),
+        stream=fields.flag(body, "stream"),
+        usage_in_stream=bool(fields.object_of(body, "stream_options").get("include_usage")),
+        prompt_logprobs=fields.flag(body, "prompt_logprobs"),
+        timeout=read_timeout(body, serving),
+        **more,
     )
 
 
-def _check_fields(body: Mapping[str, Any], known: set[str]) -> None:
-    for field, value in body.items():
-        if value is None or field in known or field in _INERT:
-            continue
-        if field not in _NEUTRAL:
-            raise RequestError(f"unknown field {field!r}", field=field)
-        if value not in _NEUTRAL[field]:
-            raise RequestError(f"{field} is not offered yet; leave it out", field=field)
-
-
-def _flag(body: Mapping[str, Any], field: str) -> bool:
-    value = body.get(field)
-    if value is not None and not isinstance(value, bool):
-        raise RequestError(f"{field} is {value!r}; it must be true or false", field=field)
-    return bool(value)
-
-
-def _number(body: Mapping[str, Any], field: str, default: float | None, kind: type) -> Any:
-    value = body.get(field)
-    if value is None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, int if kind is int else (int, float)):
-        raise RequestError(f"{field} is {value!r}; it must be a {'whole ' if kind is int else ''}number", field=field)
+def read_timeout(body: Body, serving: Serving) -> float | None:
+    longest = LONGEST_TIMEOUT if serving.timeout is None else serving.timeout
+    value: float | None = fields.number(body, "timeout", serving.timeout, 0.001, longest)
     return value
 
 
-def _stop(value: Any) -> tuple[str, ...]:
-    several = [value] if isinstance(value, str) else [] if value is None else value
-    if not isinstance(several, list) or not all(isinstance(s, str) and s for s in several) or len(several) > 16:
-        raise RequestError("stop must be text or a list of up to 16 texts, none empty", field="stop")
-    return tuple(several)
-
-
-def _ids(value: Any) -> list[int]:
-    if value is None:
-        return []
-    if not isinstance(value, list) or not _are_ids(value):
-        raise RequestError("stop_token_ids must be a list of token ids", field="stop_token_ids")
-    return value
-
-
-def _are_ids(values: list[Any]) -> bool:
-    return all(isinstance(i, int) and not isinstance(i, bool) for i in values)
+def check_room(prompts: list[list[int]], serving: Serving, field: str, *, answered: bool = True) -> None:
+    """Raises `RequestError` for a prompt that leaves no room for an answer."""
+    longest = max(len(prompt) for prompt in prompts)
+    most = serving.max_context - 1 if answered else serving.max_context
+    if longest > most:
+        raise RequestError(f"{field} too long: {longest} tokens, at most {most} fit the context", field=field)

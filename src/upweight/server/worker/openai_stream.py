@@ -1,91 +1,75 @@
-"""Answers as server-sent events: text pieces as they become final, then one closing chunk per choice with ids and log-probs."""
+"""OpenAI answers as server-sent events: text as it becomes final, then one closing chunk a choice with ids and log-probs."""
 
 from __future__ import annotations
 
-import asyncio
 import json
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
-from upweight.inference.engine import Engine
 from upweight.inference.types import GenerationOutput
-from upweight.server.worker.openai_answers import failure, first_version, logprobs, new_id, usage
-from upweight.server.worker.openai_requests import Asked
+from upweight.server.error_bodies import error_body
+from upweight.server.worker.openai_answers import OpenAIAnswers, called, first_version, usage
+from upweight.server.worker.running import Running
+from upweight.server.worker.spoken import ContentStream
 
-_Item = tuple[int, str | GenerationOutput]
 
-
-async def stream_events(engine: Engine, kind: str, model: str, asked: Asked) -> AsyncIterator[bytes]:
-    """Cancelling the iterator (the client went away) frees the rows."""
-    chat = kind == "chat.completion"
-    loop = asyncio.get_running_loop()
-    queue: asyncio.Queue[_Item] = asyncio.Queue()
-
-    def put(index: int) -> Callable[[Any], None]:
-        def hand_over(item: Any) -> None:
-            loop.call_soon_threadsafe(queue.put_nowait, (index, item))
-
-        return hand_over
-
-    base = {
-        "id": new_id(chat),
-        "object": "chat.completion.chunk" if chat else kind,
-        "created": int(time.time()),
-        "model": model,
-    }
-    ids: list[int] = []
+async def stream_events(running: Running, answers: OpenAIAnswers) -> AsyncIterator[bytes]:
+    """Each event ends with an empty line; the last one is `[DONE]`, or an error after which nothing follows."""
+    asked = running.asked
+    base = {**answers.base, "object": "chat.completion.chunk"} if answers.chat else answers.base
+    streams = [ContentStream(asked.tools) for _ in asked.params]
     outputs: list[GenerationOutput] = []
-    try:
-        for prompt in asked.prompts:
-            for params in asked.params:
-                index = len(ids)
-                ids.append(engine.submit(prompt, params, put(index), on_text=put(index)))
-        if chat:
-            for index in range(len(ids)):
-                yield _event({**base, "choices": [_piece(index, {"role": "assistant", "content": ""})]})
-        while len(outputs) < len(ids):
-            index, item = await queue.get()
-            if isinstance(item, str):
-                entry = _piece(index, {"content": item}) if chat else _text_piece(index, item)
-                yield _event({**base, "choices": [entry]})
-                continue
-            outputs.append(item)
-            if problem := failure(item):
-                yield _event({"error": {"message": problem[1], "type": "server_error", "param": None, "code": None}})
-                return
-            yield _event({**base, **_closing(chat, index, asked, item)})
-        if asked.usage_in_stream:
-            yield _event({**base, "choices": [], "usage": usage(asked, outputs)})
-        yield b"data: [DONE]\n\n"
-    finally:
-        for request_id in ids:
-            engine.cancel(request_id)
+    for index in range(len(streams)):
+        if opening := _opening(answers, index):
+            yield _event({**base, "choices": [opening]})
+    async for index, item in running.items():
+        if isinstance(item, str):
+            if piece := streams[index].push(item):
+                yield _event({**base, "choices": [_piece(answers, index, piece)]})
+            continue
+        if problem := running.failure(item):
+            yield _event(error_body(*problem))
+            return
+        outputs.append(item)
+        for chunk in _ending(answers, index, streams[index], item):
+            yield _event({**base, **chunk})
+    if asked.usage_in_stream:
+        yield _event({**base, "choices": [], "usage": usage(asked, outputs)})
+    yield b"data: [DONE]\n\n"
 
 
-def _closing(chat: bool, index: int, asked: Asked, output: GenerationOutput) -> dict[str, Any]:
-    entry = _piece(index, {}) if chat else _text_piece(index, "")
-    entry |= {
-        "finish_reason": str(output.finish_reason),
-        "logprobs": logprobs(chat, output) if asked.logprobs else None,
-        "token_ids": output.token_ids,
-        "raw_logprobs": output.raw_logprobs,
-    }
-    if len(set(output.token_versions)) > 1:
-        entry["token_inference_versions"] = output.token_versions
-    chunk: dict[str, Any] = {"choices": [entry], "inference_version": first_version([output])}
-    if asked.token_ids:
-        chunk["prompt_token_ids"] = asked.prompts[index // len(asked.params)]
-    return chunk
+def _opening(answers: OpenAIAnswers, index: int) -> dict[str, Any] | None:
+    if answers.chat:
+        return _delta(index, {"role": "assistant", "content": ""})
+    echoed = answers.echoed(index)
+    return _piece(answers, index, echoed) if echoed else None
 
 
-def _piece(index: int, delta: dict[str, Any]) -> dict[str, Any]:
-    return {"index": index, "delta": delta, "finish_reason": None, "logprobs": None}
+def _ending(
+    answers: OpenAIAnswers, index: int, stream: ContentStream, output: GenerationOutput
+) -> Iterator[dict[str, Any]]:
+    rest = stream.finish(answers.tokenizer, output)
+    if rest.content:
+        yield {"choices": [_piece(answers, index, rest.content)]}
+    tools = answers.asked.tools
+    if rest.calls and tools is not None:
+        calls = [{"index": i, **called(call, tools)} for i, call in enumerate(rest.calls)]
+        yield {"choices": [_delta(index, {"tool_calls": calls})]}
+    closing = _delta(index, {}) if answers.chat else _piece(answers, index, "")
+    closing |= answers.details(index, output, bool(rest.calls))
+    chunk = {"choices": [closing], "inference_version": first_version([output])}
+    yield {**chunk, **answers.of_prompt(index, output)}
 
 
-def _text_piece(index: int, text: str) -> dict[str, Any]:
+def _piece(answers: OpenAIAnswers, index: int, text: str) -> dict[str, Any]:
+    if answers.chat:
+        return _delta(index, {"content": text})
     return {"index": index, "text": text, "finish_reason": None, "logprobs": None}
 
 
+def _delta(index: int, delta: dict[str, Any]) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "finish_reason": None, "logprobs": None}
+
+
 def _event(body: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(body).encode() + b"\n\n"
+    return b"data: " + json.dumps(body, allow_nan=False).encode() + b"\n\n"
