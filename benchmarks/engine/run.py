@@ -31,7 +31,8 @@ class Side:
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def ask(self, name: str, seed: int) -> dict[str, Any]:
-        assert self._process.stdin is not None and self._process.stdout is not None
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
         print(name, seed, file=self._process.stdin, flush=True)
         line = self._process.stdout.readline()
         if not line:

@@ -15,6 +15,7 @@ from benchmarks.engine.roofline import roofline
 from benchmarks.engine.workloads import workload
 from upweight.inference.compilation_cache import use_compilation_cache
 from upweight.inference.engine import Engine
+from upweight.inference.gather import answers_to
 from upweight.inference.types import SamplingParams
 from upweight.weights.loading import load_model
 
@@ -40,7 +41,8 @@ def main() -> None:
             work = workload(name, int(seed))
             before = engine.stats()["steps"]
             began, cpu, programs = time.perf_counter(), time.process_time(), compiled.count
-            outputs = engine.generate(
+            outputs = answers_to(
+                engine,
                 work.prompts,
                 [
                     SamplingParams(max_tokens=n, top_p=work.top_p, ignore_eos=True, seed=i)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from tests.clients.harness import Served
+from upweight.server.worker.app import make_app
+from upweight.server.worker.core import WorkerCore
 
 LONG: dict[str, Any] = {"prompt": "Go on", "max_tokens": 400, "temperature": 0, "ignore_eos": True}
 
@@ -95,6 +99,25 @@ def test_a_full_queue_says_when_to_come_again(served: Served) -> None:
     first.join(60)
     assert not first.is_alive()
     served.quiet()
+
+
+def test_a_dead_engine_is_503_in_the_form_of_the_route(served: Served, tmp_path: Path) -> None:
+    core = WorkerCore(served.core.spec.model_copy(update={"folder": str(tmp_path)}))
+    core.start()
+    core.wait_ready()
+    core.engine.stop()
+
+    async def ask() -> list[httpx.Response]:
+        transport = httpx.ASGITransport(make_app(core))
+        async with httpx.AsyncClient(transport=transport, base_url="http://worker") as client:
+            chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
+            bodies = {"chat/completions": chat, "messages": chat, "completions": {"prompt": "a", "stream": True}}
+            return [await client.post(f"/openai/v1/{path}", json=body) for path, body in bodies.items()]
+
+    chat, message, text = asyncio.run(ask())
+    assert [chat.status_code, message.status_code, text.status_code] == [503] * 3
+    assert chat.json()["error"]["type"] == text.json()["error"]["type"] == "server_error"
+    assert message.json()["error"]["type"] == "overloaded_error"
 
 
 def test_more_choices_than_the_queue_holds_are_a_bad_request(served: Served) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from upweight.errors import RequestError
 from upweight.inference.engine import Engine, EngineBusy
+from upweight.inference.gather import answers_to
 from upweight.inference.types import FinishReason, GenerationOutput, SamplingParams
 from upweight.weights.loading import LoadedModel
 
@@ -40,7 +41,7 @@ PROMPTS = [[5, 6, 7, 8, 9], [5, 6, 7, 100, 200, 300, 400], [11], list(range(20, 
 
 def test_sampled_logprobs_are_those_of_a_full_forward_pass(model: LoadedModel, engine: Engine) -> None:
     params = SamplingParams(max_tokens=12, ignore_eos=True)
-    for prompt, output in zip(PROMPTS, engine.generate(PROMPTS, params), strict=True):
+    for prompt, output in zip(PROMPTS, answers_to(engine, PROMPTS, params), strict=True):
         assert len(output.token_ids) == 12
         expected = full_logprobs(model, prompt, output.token_ids)[np.arange(12), output.token_ids]
         np.testing.assert_allclose(output.raw_logprobs, expected, atol=2e-5)
@@ -50,7 +51,7 @@ def test_sampled_logprobs_are_those_of_a_full_forward_pass(model: LoadedModel, e
 
 def test_temperature_and_filters_report_the_distribution_drawn_from(model: LoadedModel, engine: Engine) -> None:
     params = SamplingParams(max_tokens=10, temperature=0.7, top_k=20, top_p=0.8, ignore_eos=True, seed=4)
-    for prompt, output in zip(PROMPTS, engine.generate(PROMPTS, params), strict=True):
+    for prompt, output in zip(PROMPTS, answers_to(engine, PROMPTS, params), strict=True):
         raw = full_logprobs(model, prompt, output.token_ids)
         for step, token in enumerate(output.token_ids):
             scaled = raw[step] / 0.7
@@ -66,9 +67,9 @@ def test_temperature_and_filters_report_the_distribution_drawn_from(model: Loade
 
 def test_greedy_ignores_filters_and_batch_mates(model: LoadedModel, engine: Engine) -> None:
     greedy = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
-    alone = engine.generate([PROMPTS[0]], greedy)[0]
+    alone = answers_to(engine, [PROMPTS[0]], greedy)[0]
     noisy = [SamplingParams(max_tokens=8, ignore_eos=True, top_p=0.5, seed=i) for i in range(3)]
-    mixed = engine.generate([*PROMPTS[1:], PROMPTS[0]], [*noisy, SamplingParams(**{**vars(greedy), "top_k": 3})])[3]
+    mixed = answers_to(engine, [*PROMPTS[1:], PROMPTS[0]], [*noisy, SamplingParams(**{**vars(greedy), "top_k": 3})])[3]
     assert mixed.token_ids == alone.token_ids
     assert mixed.logprobs == mixed.raw_logprobs
     assert alone.token_ids == full_logprobs(model, PROMPTS[0], alone.token_ids).argmax(-1).tolist()
@@ -76,19 +77,19 @@ def test_greedy_ignores_filters_and_batch_mates(model: LoadedModel, engine: Engi
 
 def test_a_seed_fixes_the_answer_whatever_runs_beside(engine: Engine) -> None:
     seeded = SamplingParams(max_tokens=16, temperature=20.0, seed=2**40 + 3, ignore_eos=True)
-    first = engine.generate([PROMPTS[0]], seeded)[0]
+    first = answers_to(engine, [PROMPTS[0]], seeded)[0]
     others = SamplingParams(max_tokens=9, ignore_eos=True)
-    again = engine.generate([*PROMPTS, PROMPTS[0]], [others] * 4 + [seeded])[4]
+    again = answers_to(engine, [*PROMPTS, PROMPTS[0]], [others] * 4 + [seeded])[4]
     assert again.token_ids == first.token_ids
     assert first.seed == 2**40 + 3
-    fresh = engine.generate([PROMPTS[0]] * 2, SamplingParams(max_tokens=16, temperature=50.0, ignore_eos=True))
+    fresh = answers_to(engine, [PROMPTS[0]] * 2, SamplingParams(max_tokens=16, temperature=50.0, ignore_eos=True))
     assert fresh[0].seed != fresh[1].seed
     assert fresh[0].token_ids != fresh[1].token_ids
 
 
 def test_a_group_shares_its_prompt(model: LoadedModel) -> None:
     with_group = Engine(model.config, model.params, model.tokenizer, max_rows=8).start()
-    outputs = with_group.generate([PROMPTS[3]] * 8, SamplingParams(max_tokens=2, ignore_eos=True))
+    outputs = answers_to(with_group, [PROMPTS[3]] * 8, SamplingParams(max_tokens=2, ignore_eos=True))
     assert with_group.stats()["prefilled_tokens"] == len(PROMPTS[3]) - 1
     assert sorted(o.cached_tokens for o in outputs) == [0] + [len(PROMPTS[3]) - 1] * 7
     with_group.stop()
@@ -96,19 +97,19 @@ def test_a_group_shares_its_prompt(model: LoadedModel) -> None:
 
 def test_stop_ids_and_strings(model: LoadedModel, engine: Engine) -> None:
     greedy = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
-    whole = engine.generate([PROMPTS[0]], greedy)[0]
+    whole = answers_to(engine, [PROMPTS[0]], greedy)[0]
     stop_at = whole.token_ids[3]
-    by_id = engine.generate([PROMPTS[0]], SamplingParams(max_tokens=12, temperature=0, stop_ids=frozenset([stop_at])))[
-        0
-    ]
+    by_id = answers_to(
+        engine, [PROMPTS[0]], SamplingParams(max_tokens=12, temperature=0, stop_ids=frozenset([stop_at]))
+    )[0]
     cut = whole.token_ids.index(stop_at) + 1
     assert by_id.token_ids == whole.token_ids[:cut]
     assert by_id.finish_reason is FinishReason.STOP
     assert by_id.text == model.tokenizer.decode(whole.token_ids[: cut - 1])
     assert len(whole.text) > 6
     needle = whole.text[3:6]
-    by_text = engine.generate(
-        [PROMPTS[0]], SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, stop=(needle,))
+    by_text = answers_to(
+        engine, [PROMPTS[0]], SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, stop=(needle,))
     )[0]
     assert by_text.text == whole.text[: whole.text.index(needle)]
     assert by_text.finish_reason is FinishReason.STOP
@@ -137,13 +138,13 @@ def test_new_weights_take_over_between_steps_and_no_old_key_is_used(model: Loade
     changed = dict(model.params, embed=model.params["embed"] * 0.9)
     live = Engine(model.config, model.params, model.tokenizer, max_rows=4).start()
     before = live.fingerprint()
-    live.generate([PROMPTS[3]], SamplingParams(max_tokens=4, ignore_eos=True))
+    answers_to(live, [PROMPTS[3]], SamplingParams(max_tokens=4, ignore_eos=True))
     after = live.set_weights(changed, 1)
     assert after == live.fingerprint() != before
-    warm = live.generate([PROMPTS[3]], SamplingParams(max_tokens=8, temperature=0, ignore_eos=True))[0]
+    warm = answers_to(live, [PROMPTS[3]], SamplingParams(max_tokens=8, temperature=0, ignore_eos=True))[0]
     live.stop()
     cold = Engine(model.config, changed, model.tokenizer, max_rows=4, version=1).start()
-    expected = cold.generate([PROMPTS[3]], SamplingParams(max_tokens=8, temperature=0, ignore_eos=True))[0]
+    expected = answers_to(cold, [PROMPTS[3]], SamplingParams(max_tokens=8, temperature=0, ignore_eos=True))[0]
     cold.stop()
     assert warm.token_ids == expected.token_ids
     assert warm.logprobs == expected.logprobs  # bit-equal
@@ -176,7 +177,7 @@ def test_rows_that_live_through_a_swap_say_so(model: LoadedModel) -> None:
 
 def test_small_store_preempts_and_gives_the_same_answers(model: LoadedModel, engine: Engine) -> None:
     params = [SamplingParams(max_tokens=30, seed=i, ignore_eos=True) for i in range(4)]
-    expected = engine.generate(PROMPTS, params)
+    expected = answers_to(engine, PROMPTS, params)
     from upweight.inference.programs import token_bytes
 
     small = Engine(
@@ -187,14 +188,14 @@ def test_small_store_preempts_and_gives_the_same_answers(model: LoadedModel, eng
         store_bytes=70 * token_bytes(model.config, model.params),
     )
     small.start()
-    outputs = small.generate(PROMPTS, params)
+    outputs = answers_to(small, PROMPTS, params)
     assert small.stats()["preemptions"] > 0
     small.stop()
     assert [o.token_ids for o in outputs] == [o.token_ids for o in expected]
 
 
 def test_a_prompt_that_cannot_fit_is_rejected_and_others_are_not_disturbed(model: LoadedModel, engine: Engine) -> None:
-    outputs = engine.generate([[1] * 600, PROMPTS[0]], SamplingParams(max_tokens=3, ignore_eos=True))
+    outputs = answers_to(engine, [[1] * 600, PROMPTS[0]], SamplingParams(max_tokens=3, ignore_eos=True))
     assert outputs[0].finish_reason is FinishReason.REJECTED
     assert outputs[0].token_ids == []
     assert outputs[0].error == "the prompt has 600 tokens, 511 fit"
@@ -254,7 +255,7 @@ def test_full_queue_and_failing_callbacks(model: LoadedModel) -> None:
     live.start()
     assert ended.acquire(timeout=60)
     assert ended.acquire(timeout=60)
-    assert len(live.generate([[1, 2]], SamplingParams(max_tokens=2, ignore_eos=True))[0].token_ids) == 2
+    assert len(answers_to(live, [[1, 2]], SamplingParams(max_tokens=2, ignore_eos=True))[0].token_ids) == 2
     live.stop()
 
 
@@ -267,10 +268,10 @@ def test_a_failing_step_fails_its_rows_and_the_engine_goes_on(model: LoadedModel
 
     broken.decode = explode  # type: ignore[method-assign, assignment]
     live.start()
-    failed = live.generate([[1, 2, 3]], SamplingParams(max_tokens=2))[0]
+    failed = answers_to(live, [[1, 2, 3]], SamplingParams(max_tokens=2))[0]
     assert failed.finish_reason is FinishReason.ERROR
     assert failed.error == "RuntimeError: device lost"
-    good = live.generate([[1, 2, 3]], SamplingParams(max_tokens=2, ignore_eos=True))[0]
+    good = answers_to(live, [[1, 2, 3]], SamplingParams(max_tokens=2, ignore_eos=True))[0]
     assert len(good.token_ids) == 2
     live.stop()
     late = pytest.raises(Exception, match="stopped")
@@ -281,7 +282,7 @@ def test_a_failing_step_fails_its_rows_and_the_engine_goes_on(model: LoadedModel
 def test_a_top_k_beyond_the_vocabulary_is_off(engine: Engine) -> None:
     plain = SamplingParams(max_tokens=3, seed=1, ignore_eos=True)
     huge = SamplingParams(max_tokens=3, seed=1, ignore_eos=True, top_k=2**40)
-    first, second = engine.generate([PROMPTS[0]] * 2, [plain, huge])
+    first, second = answers_to(engine, [PROMPTS[0]] * 2, [plain, huge])
     assert first.token_ids == second.token_ids
 
 
@@ -299,5 +300,5 @@ def test_an_engine_that_gave_up_says_why_to_whoever_waits(model: LoadedModel) ->
 
     broken.runner.prefill = fail  # type: ignore[method-assign]
     for _ in range(3):
-        assert broken.generate([PROMPTS[0]], SamplingParams(max_tokens=2))[0].finish_reason is FinishReason.ERROR
+        assert answers_to(broken, [PROMPTS[0]], SamplingParams(max_tokens=2))[0].finish_reason is FinishReason.ERROR
     assert "3 times in a row, last: no device" in (broken.wait_for_end() or "")

@@ -8,6 +8,7 @@ import pytest
 
 from upweight.errors import RequestError
 from upweight.inference.engine import Engine
+from upweight.inference.gather import answers_to
 from upweight.inference.types import FinishReason, SamplingParams
 from upweight.models.decoder import Decoder
 from upweight.weights.loading import LoadedModel
@@ -37,8 +38,10 @@ def test_prompts_are_scored_at_the_temperature_asked_for(
 ) -> None:
     ids = [(7 * i) % 500 + 3 for i in range(length)]
     score = SamplingParams(max_tokens=0, prompt_logprobs=True, temperature=temperature)
-    engine.generate([ids], SamplingParams(max_tokens=1, ignore_eos=True))  # the prefix is known: it must not be skipped
-    output = engine.generate([ids], score)[0]
+    answers_to(
+        engine, [ids], SamplingParams(max_tokens=1, ignore_eos=True)
+    )  # the prefix is known: it must not be skipped
+    output = answers_to(engine, [ids], score)[0]
     assert output.prompt_logprobs is not None
     assert output.prompt_logprobs[0] is None
     assert output.token_ids == []
@@ -48,14 +51,14 @@ def test_prompts_are_scored_at_the_temperature_asked_for(
 
 
 def test_a_prompt_of_one_token_has_nothing_to_score(engine: Engine) -> None:
-    output = engine.generate([[5]], SamplingParams(max_tokens=0, prompt_logprobs=True))[0]
+    output = answers_to(engine, [[5]], SamplingParams(max_tokens=0, prompt_logprobs=True))[0]
     assert output.prompt_logprobs == [None]
 
 
 def test_scores_come_with_an_answer_too_and_agree_with_its_own(engine: Engine) -> None:
     plain = SamplingParams(max_tokens=10, ignore_eos=True, seed=3)
-    output = engine.generate([PROMPT], plain)[0]
-    both = engine.generate([PROMPT + output.token_ids], SamplingParams(max_tokens=2, prompt_logprobs=True))[0]
+    output = answers_to(engine, [PROMPT], plain)[0]
+    both = answers_to(engine, [PROMPT + output.token_ids], SamplingParams(max_tokens=2, prompt_logprobs=True))[0]
     assert both.prompt_logprobs is not None
     np.testing.assert_allclose(both.prompt_logprobs[len(PROMPT) :], output.raw_logprobs, atol=5e-5)
     assert len(both.token_ids) > 0
@@ -63,7 +66,7 @@ def test_scores_come_with_an_answer_too_and_agree_with_its_own(engine: Engine) -
 
 def test_alternatives_come_per_token(model: LoadedModel, engine: Engine) -> None:
     asked = SamplingParams(max_tokens=4, ignore_eos=True, top_logprobs=3, temperature=0.5)
-    output, other = engine.generate([PROMPT, PROMPT], [asked, SamplingParams(max_tokens=4, ignore_eos=True)])
+    output, other = answers_to(engine, [PROMPT, PROMPT], [asked, SamplingParams(max_tokens=4, ignore_eos=True)])
     expected = full_logprobs(model, PROMPT + output.token_ids, 0.5)[len(PROMPT) - 1 :]
     for step, best in enumerate(output.top_logprobs):
         order = np.argsort(-expected[step])[:3]
@@ -95,10 +98,10 @@ class Broken(EvenThenStop):
 
 def test_a_constraint_holds_for_its_row_alone(engine: Engine) -> None:
     free = SamplingParams(max_tokens=3, seed=5, ignore_eos=True)
-    alone = engine.generate([PROMPT], free)[0]
+    alone = answers_to(engine, [PROMPT], free)[0]
     bound = SamplingParams(max_tokens=9, constraint=EvenThenStop, stop_ids=frozenset([7]))
     greedy = SamplingParams(max_tokens=9, constraint=EvenThenStop, stop_ids=frozenset([7]), temperature=0)
-    outputs = engine.generate([PROMPT] * 3, [bound, greedy, free])
+    outputs = answers_to(engine, [PROMPT] * 3, [bound, greedy, free])
     for output in outputs[:2]:
         assert len(output.token_ids) == 3
         assert output.token_ids[2] == 7
@@ -111,7 +114,7 @@ def test_a_constraint_holds_for_its_row_alone(engine: Engine) -> None:
 def test_a_constraint_that_fails_takes_its_row_alone(engine: Engine) -> None:
     broken = SamplingParams(max_tokens=9, constraint=Broken, ignore_eos=True)
     free = SamplingParams(max_tokens=3, ignore_eos=True)
-    outputs = engine.generate([PROMPT] * 2, [broken, free])
+    outputs = answers_to(engine, [PROMPT] * 2, [broken, free])
     assert outputs[0].finish_reason is FinishReason.ERROR
     assert outputs[0].error == "ValueError: grammar is stuck"
     assert len(outputs[1].token_ids) == 3
@@ -120,7 +123,7 @@ def test_a_constraint_that_fails_takes_its_row_alone(engine: Engine) -> None:
 def test_logits_that_are_not_finite_fail_the_row(model: LoadedModel) -> None:
     sick = Engine(model.config, dict(model.params, norm=model.params["norm"] * jnp.nan), model.tokenizer, max_rows=2)
     sick.start()
-    output = sick.generate([PROMPT], SamplingParams(max_tokens=3))[0]
+    output = answers_to(sick, [PROMPT], SamplingParams(max_tokens=3))[0]
     sick.stop()
     assert output.finish_reason is FinishReason.ERROR
     assert "not finite" in (output.error or "")
@@ -131,7 +134,7 @@ def test_decode_from_pages_gives_the_same_answers(model: LoadedModel, engine: En
     lean = Engine(model.config, model.params, model.tokenizer, max_rows=4, cache_bytes=0).start()
     prompts = [PROMPT, PROMPT[:3], [11]]
     params = [SamplingParams(max_tokens=12, seed=i, ignore_eos=True) for i in range(3)]
-    for one, other in zip(lean.generate(prompts, params), engine.generate(prompts, params), strict=True):
+    for one, other in zip(answers_to(lean, prompts, params), answers_to(engine, prompts, params), strict=True):
         assert one.token_ids == other.token_ids
         np.testing.assert_allclose(one.logprobs, other.logprobs, atol=2e-5)
     lean.stop()

@@ -9,6 +9,7 @@ import pytest
 
 from upweight.errors import ConfigError
 from upweight.inference.engine import Engine
+from upweight.inference.gather import answers_to
 from upweight.inference.types import FinishReason, GenerationOutput, SamplingParams
 from upweight.models.layers import Params
 from upweight.weights.loading import LoadedModel
@@ -56,7 +57,7 @@ class Running:
 
 def greedy_after(model: LoadedModel, params: Params, tokens: list[int], count: int) -> GenerationOutput:
     cold = Engine(model.config, params, model.tokenizer, max_rows=2).start()
-    output = cold.generate([tokens], SamplingParams(max_tokens=count, temperature=0, ignore_eos=True))[0]
+    output = answers_to(cold, [tokens], SamplingParams(max_tokens=count, temperature=0, ignore_eos=True))[0]
     cold.stop()
     return output
 
@@ -123,12 +124,12 @@ def test_known_prefixes_across_a_swap(
         engine = Engine(model.config, model.params, model.tokenizer, max_rows=2, cache_on_update=policy).start()
     assert ("old keys and values" in caplog.text) == (policy == "keep")
     few = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
-    engine.generate([PROMPT], few)
+    answers_to(engine, [PROMPT], few)
     engine.set_weights(changed(model), 1)
-    output = engine.generate([PROMPT], few)[0]
+    output = answers_to(engine, [PROMPT], few)[0]
     assert (output.cached_tokens, output.cached_version) == (cached, version)
     assert output.weights_version == 1
-    again = engine.generate([PROMPT], few)[0]
+    again = answers_to(engine, [PROMPT], few)[0]
     assert again.cached_tokens == 24
     assert engine.stats()["tokens_by_version"] == {0: 2, 1: 4}
     assert 0 < engine.stats()["prefix_hit_rate"] < 1

@@ -7,6 +7,7 @@ from tests.models.golden import WHOLE, load_golden, outputs, rows, tolerances
 from tests.training.batch_makers import make_batch
 from upweight.inference import InferenceScheduler
 from upweight.inference.engine import Engine
+from upweight.inference.gather import answers_to
 from upweight.inference.programs import token_bytes
 from upweight.inference.types import GenerationOutput, SamplingParams
 from upweight.online.load_check import check_loaded
@@ -30,14 +31,14 @@ def test_greedy_answers_alone_in_a_batch_and_preempted(name: str) -> None:
     model, golden, prompts = load_golden(name), outputs(name), rows(name)
     atol = tolerances(name)["logprobs_atol"]
     engine = engine_of(model)
-    alone = engine.generate([prompts[0]], GREEDY)[0]
-    together = engine.generate([*prompts, prompts[1][:3]], GREEDY)
+    alone = answers_to(engine, [prompts[0]], GREEDY)[0]
+    together = answers_to(engine, [*prompts, prompts[1][:3]], GREEDY)
     engine.stop()
     assert alone.token_ids[:12] == golden["greedy_ids"].tolist()
     np.testing.assert_allclose(alone.logprobs[:12], golden["greedy_logprobs"], atol=atol, rtol=0)
     assert together[0].token_ids == alone.token_ids
     small = engine_of(model, store_bytes=64 * token_bytes(model.config, model.params))
-    again = small.generate([*prompts, prompts[1][:3]], GREEDY)
+    again = answers_to(small, [*prompts, prompts[1][:3]], GREEDY)
     preemptions = small.stats()["preemptions"]
     small.stop()
     assert preemptions > 0
@@ -78,10 +79,10 @@ def test_a_trained_adapter_in_engine_and_trainer(name: str) -> None:
     trainer = PolicyTrainer(model.config, model.params, settings)
     engine = engine_of(model, trainer.policy_params())
     drawn = [SamplingParams(max_tokens=9, ignore_eos=True, seed=seed) for seed in range(4)]
-    first = trainer.train(batch_of(prompts, engine.generate(prompts, drawn), 0))
+    first = trainer.train(batch_of(prompts, answers_to(engine, prompts, drawn), 0))
     engine.set_weights(trainer.policy_params(), 1)
     before = trainer.policy_params()
-    second = trainer.train(batch_of(prompts, engine.generate(prompts, drawn), 1))
+    second = trainer.train(batch_of(prompts, answers_to(engine, prompts, drawn), 1))
     engine.stop()
     moved = np.abs(np.asarray(before["layers"][0]["qkv"]) - np.asarray(model.params["layers"][0]["qkv"])).max()
     assert moved > 0.01

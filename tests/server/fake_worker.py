@@ -89,6 +89,7 @@ class Handler(BaseHTTPRequestHandler):
             task = {"tokens": 3}
             self.answer(
                 {
+                    "request_timeout": SPEC["request_timeout"],
                     "total_tasks": 4,
                     "total_tokens": 12,
                     "avg_ttft_ms": 5.0,

@@ -95,6 +95,20 @@ def test_mismatch_is_large_when_one_tensor_was_changed(
     assert "mismatch_max" not in fresh.train(batch).metrics
 
 
+def test_samples_that_lived_through_a_swap_are_compared_apart(fresh: PolicyTrainer, batch: TrainBatch) -> None:
+    drawn = np.flatnonzero(batch.mask[: batch.lengths[0]])
+    assert len(drawn) > 1
+    versions, logprobs = np.where(batch.mask > 0, 1, -1), batch.logprobs.copy()
+    versions[drawn[0]] = 0  # the first sample's first token is older, and what follows it is off
+    logprobs[drawn[1]] -= 0.5
+    fresh.version = 1
+    got = fresh.train(replace(batch, versions=versions, logprobs=logprobs)).metrics
+    assert got["mismatch_max"] < 1e-5
+    assert got["mismatch_swapped_max"] == pytest.approx(0.5, abs=1e-4)
+    assert got["swapped_tokens"] == len(drawn) - 1
+    assert got["on_policy_tokens"] == batch.mask.sum() - len(drawn)
+
+
 def test_same_state_and_batches_give_the_same_bits(
     config: DecoderConfig, params: Params, fresh: PolicyTrainer, batch: TrainBatch
 ) -> None:

@@ -31,6 +31,7 @@ def calibrate(options: DemoOptions, cache_folder: str) -> dict[str, float]:
     use_compilation_cache(cache_folder)
 
     from upweight.inference.engine import Engine
+    from upweight.inference.gather import answers_to
     from upweight.inference.types import SamplingParams
     from upweight.training.policy_trainer import PolicyTrainer
     from upweight.training.settings import PolicySettings
@@ -48,7 +49,7 @@ def calibrate(options: DemoOptions, cache_folder: str) -> dict[str, float]:
         prompts = [model.tokenizer.encode_chat(task.messages) for task in dataset.sample(plan.groups)]
         sampling = SamplingParams(max_tokens=plan.rollout.max_tokens)
         rows = [prompt for prompt in prompts for _ in range(plan.group_size)]
-        outputs = engine.generate(rows, sampling)
+        outputs = answers_to(engine, rows, sampling)
         generated = time.monotonic()
         rewards = [group_advantages(rng.random(plan.group_size).tolist()) for _ in prompts]
         trainer.train(_batch(rows, outputs, rewards))

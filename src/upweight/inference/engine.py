@@ -19,15 +19,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any
 
-from upweight.errors import ConfigError, EngineError
+from upweight.errors import EngineError
 from upweight.inference.answer import AnswerText
 from upweight.inference.checks import check_request
 from upweight.inference.metrics import EngineMetrics, RequestTimes
 from upweight.inference.programs import Programs, token_bytes
 from upweight.inference.runner import CACHE_BYTES, Drawn, ModelRunner, Scored
 from upweight.inference.scheduler import Row, Scheduler
+from upweight.inference.swaps import CacheOnUpdate, OnUpdate, Swap, WeightSwaps, check_policies
 from upweight.inference.types import FinishReason, GenerationOutput, OnDone, OnText, Request, SamplingParams
 from upweight.models.config import DecoderConfig
 from upweight.models.layers import Params
@@ -39,14 +40,6 @@ log = logging.getLogger(__name__)
 STORE_BYTES = 768 << 20
 MAX_FAILURES = 3
 _IDS = itertools.count(1)  # of all engines of this process: no two requests ever have the same
-
-OnUpdate = Literal["continue", "recompute", "drain", "abort"]
-"""What running rows do when the weights change: go on over the keys and values they have, compute these again first, finish before
-the swap while nothing new is admitted, or end as aborted."""
-
-CacheOnUpdate = Literal["version", "flush", "keep"]
-"""What becomes of known prefixes: used only under the version that computed them (`version`, `flush`: freed at once, since no later
-request may use them), or used on under every version (`keep`: cheaper, and log-probs no longer agree with a full forward pass)."""
 
 
 class EngineBusy(EngineError):
@@ -62,13 +55,6 @@ class _Live:
     answer: AnswerText
     output: GenerationOutput
     times: RequestTimes
-
-
-@dataclass(frozen=True)
-class _Swap:
-    params: Params
-    version: int
-    done: Callable[[str | BaseException], None]
 
 
 class Engine:
@@ -89,10 +75,7 @@ class Engine:
         on_update: OnUpdate = "continue",
         cache_on_update: CacheOnUpdate = "version",
     ) -> None:
-        _one_of("on_update", on_update, get_args(OnUpdate))
-        _one_of("cache_on_update", cache_on_update, get_args(CacheOnUpdate))
-        if cache_on_update == "keep":
-            log.warning("known prefixes are kept when weights change: new answers may rest on old keys and values")
+        check_policies(on_update, cache_on_update)
         self.config = config
         self.tokenizer = tokenizer
         self.max_context = min(max_context or config.max_context, config.max_context)
@@ -100,7 +83,6 @@ class Engine:
         pages = 1 + max(64, min(store_bytes // token_bytes(config, params), max_rows * self.max_context))
         self.scheduler = Scheduler(max_rows=max_rows, num_pages=pages, keep_prefixes=cache_on_update == "keep")
         self.scheduler.set_version(version)
-        self.on_update: OnUpdate = on_update
         programs = Programs(config)
         self._make_runner: Callable[[Params], ModelRunner] = lambda weights: ModelRunner(
             config, weights, num_pages=pages, max_rows=max_rows, programs=programs, cache_bytes=cache_bytes
@@ -109,7 +91,8 @@ class Engine:
         self.metrics = EngineMetrics()
         self._live: dict[int, _Live] = {}
         self._orders: deque[Callable[[], None]] = deque()
-        self._swaps: deque[_Swap] = deque()
+        self.on_update: OnUpdate = on_update
+        self._swaps = WeightSwaps(self.scheduler, on_update, self._install, self._abort_running)
         self._wake = threading.Condition()
         self._stopping = False
         self._dead: str | None = None
@@ -181,49 +164,19 @@ class Engine:
         """Aborts a request before the next step; unknown and finished ones are ignored."""
         self._order(lambda: self._abort(request_id, "cancelled"))
 
-    def generate(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
-    ) -> list[GenerationOutput]:
-        """Completions of all prompts, in order; waits for them."""
-        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
-        outputs: list[GenerationOutput | None] = [None] * len(prompts)
-        left = threading.Semaphore(0)
-
-        def done(index: int) -> OnDone:
-            def store(output: GenerationOutput) -> None:
-                outputs[index] = output
-                left.release()
-
-            return store
-
-        for prompt, one in zip(prompts, each, strict=True):
-            check_request(prompt, one, self.config.vocab_size)
-        for index, (prompt, one) in enumerate(zip(prompts, each, strict=True)):
-            self.submit(prompt, one, done(index))
-        for _ in prompts:
-            left.acquire()
-        return [output for output in outputs if output is not None]
-
     def set_weights(self, params: Params, version: int) -> str:
         """Swaps between two steps; returns the fingerprint of the arrays that the compiled steps receive from now on.
 
         Waits for rows to finish if `on_update` is "drain".
         """
-        results: deque[str | BaseException] = deque()
-        finished = threading.Event()
-
-        def done(result: str | BaseException) -> None:
-            results.append(result)
-            finished.set()
-
-        self._order(lambda: self._swaps.append(_Swap(params, version, done)))
-        while not finished.wait(1.0):
+        swap = Swap(params, version)
+        self._order(lambda: self._swaps.add(swap))
+        while not swap.done.wait(1.0):
             if not self.alive:
                 raise EngineError(self._dead or "the engine is stopped")
-        result = results.pop()
-        if isinstance(result, BaseException):
-            raise EngineError(f"weights could not be swapped: {result}") from result
-        return result
+        if swap.error is not None:
+            raise EngineError(f"weights could not be swapped: {swap.error}") from swap.error
+        return swap.fingerprint
 
     def fingerprint(self) -> str:
         """Of the arrays that the compiled decode receives."""
@@ -271,7 +224,7 @@ class Engine:
         while self._orders:
             self._orders.popleft()()
         self._abort_late()
-        swapped = self._swap_weights()
+        swapped = self._swaps.perform()
         plan = self.scheduler.plan()
         if plan.empty:
             return swapped
@@ -283,29 +236,14 @@ class Engine:
         self.metrics.steps += 1
         return True
 
-    def _swap_weights(self) -> bool:
-        """Makes the versions that wait the current ones, in order, as far as `on_update` lets it."""
-        swapped = False
-        while self._swaps:
-            if self.on_update == "drain" and (self.scheduler.running or self.scheduler.interrupted):
-                self.scheduler.draining = True
-                break
-            swap = self._swaps.popleft()
-            if self.on_update == "abort":
-                for live in [x for x in self._live.values() if x.row in self.scheduler.running]:
-                    self._abort(live.request.id, f"the weights changed to version {swap.version}")
-            elif self.on_update == "recompute":
-                self.scheduler.restart_running()
-            try:
-                self.runner.params = swap.params
-                self.scheduler.set_version(swap.version)
-                swap.done(fingerprint(self.runner.params))
-            except BaseException as error:
-                swap.done(error)
-                raise
-            swapped = True
-        self.scheduler.draining = bool(self._swaps)
-        return swapped
+    def _install(self, params: Params, version: int) -> str:
+        self.runner.params = params
+        self.scheduler.set_version(version)
+        return self.fingerprint()
+
+    def _abort_running(self, why: str) -> None:
+        for live in [live for live in self._live.values() if live.row in self.scheduler.running]:
+            self._abort(live.request.id, why)
 
     def _take_scores(self, scored: Sequence[Scored]) -> None:
         """Log-probs of prompt tokens reach their outputs; rows that wanted nothing else end."""
@@ -469,11 +407,6 @@ class Engine:
         self.runner = self._make_runner(self.runner.params)
         if self._failures >= MAX_FAILURES:
             self._dead = f"the engine failed {self._failures} times in a row, last: {error}"
-
-
-def _one_of(name: str, value: str, known: Sequence[str]) -> None:
-    if value not in known:
-        raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(known)}")
 
 
 def _guarded(callback: Callable[[Any], None], value: Any) -> None:

@@ -21,10 +21,11 @@ _ALIVE_CHECK_S = 1.0
 
 
 def answers_to(
-    engine: Engine, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
+    engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
 ) -> list[GenerationOutput]:
     """The outputs of all prompts, in order. `RequestError` before anything runs when one of them is invalid."""
-    pairs = list(zip(prompts, params, strict=True))
+    each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+    pairs = list(zip(prompts, each, strict=True))
     for prompt, one in pairs:
         with contextlib.suppress(EngineBusy):  # valid; its turn comes
             engine.check(prompt, one)

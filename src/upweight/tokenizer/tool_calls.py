@@ -22,6 +22,7 @@ from typing import Any
 
 OPEN, CLOSE, CALLS, PYTHON = "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>"
 _DECODER = json.JSONDecoder()
+_LIST_BEGINS = re.compile(r"\[TOOL_CALLS\]|\[\s*(\{|\Z)")
 
 
 class ToolStyle(StrEnum):
@@ -78,11 +79,13 @@ def settled(text: str, style: ToolStyle) -> int:
     begun = text.lstrip()
     if style is ToolStyle.LLAMA:
         return 0 if not begun or begun[0] == "{" or _overlap(begun, PYTHON) else len(text.rstrip())
-    if style is ToolStyle.MISTRAL and (not begun or begun[0] == "["):
-        return 0
-    marker = OPEN if style is ToolStyle.HERMES else CALLS
-    at = text.find(marker)
-    end = at if at >= 0 else len(text) - _beginning(text, marker)
+    if style is ToolStyle.MISTRAL:
+        # The marker may be a special token, which leaves no text: a list of objects may be calls wherever it begins.
+        begins = _LIST_BEGINS.search(text)
+        known = begins.start() if begins else len(text) - _beginning(text, CALLS)
+        return len(text[:known].rstrip())
+    at = text.find(OPEN)
+    end = at if at >= 0 else len(text) - _beginning(text, OPEN)
     return len(text[:end].rstrip())
 
 

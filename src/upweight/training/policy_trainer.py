@@ -317,14 +317,28 @@ def _unusable(batch: TrainBatch) -> np.ndarray:
 
 
 def _mismatch(batch: TrainBatch, logprobs: np.ndarray, version: int) -> dict[str, float]:
-    """|Δlog-prob| between sampler and trainer over tokens that this very version sampled; absent without such tokens."""
+    """|Δlog-prob| between sampler and trainer over tokens that this very version sampled; absent without such tokens.
+
+    Samples that lived through a weight swap stand apart: their later tokens were drawn over keys and values of older weights.
+    """
     on_policy = (batch.versions == version) & np.isfinite(logprobs)
-    gap = np.abs(logprobs[on_policy] - _behaviour(batch)[on_policy])
-    gap = gap[np.isfinite(gap)]
-    metrics = {"on_policy_tokens": float(len(gap))}
-    if len(gap):
-        metrics |= {"mismatch_max": float(gap.max()), "mismatch_mean": float(gap.mean())}
+    swapped = np.repeat(_versions_per_sample(batch) > 1, batch.lengths)
+    gap = np.abs(logprobs - _behaviour(batch))
+    plain, apart = (gap[on_policy & which & np.isfinite(gap)] for which in (~swapped, swapped))
+    metrics = {"on_policy_tokens": float(len(plain))}
+    if len(plain):
+        metrics |= {"mismatch_max": float(plain.max()), "mismatch_mean": float(plain.mean())}
+    if len(apart):
+        metrics |= {"swapped_tokens": float(len(apart)), "mismatch_swapped_max": float(apart.max())}
     return metrics
+
+
+def _versions_per_sample(batch: TrainBatch) -> np.ndarray:
+    """int [n], how many weights versions drew each sample's tokens."""
+    sample = np.repeat(np.arange(batch.num_samples), batch.lengths)
+    drawn = batch.versions >= 0
+    pairs = np.unique(np.stack([sample[drawn], batch.versions[drawn]]), axis=1)
+    return np.bincount(pairs[0], minlength=batch.num_samples)
 
 
 def _batch_metrics(batch: TrainBatch, advantages: np.ndarray, fates: list[str]) -> dict[str, float]:

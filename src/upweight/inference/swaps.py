@@ -1,0 +1,96 @@
+"""New weights between two decode steps, and what running rows do then.
+
+Invariants:
+* Swaps take effect in the order asked for, each whole: weights, version and known prefixes together.
+* Whoever asked learns the outcome: a fingerprint, or what went wrong.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Literal, get_args
+
+from upweight.errors import ConfigError
+from upweight.inference.scheduler import Scheduler
+from upweight.models.layers import Params
+
+log = logging.getLogger(__name__)
+
+OnUpdate = Literal["continue", "recompute", "drain", "abort"]
+"""What running rows do when the weights change: go on over the keys and values they have, compute these again first, finish before
+the swap while nothing new is admitted, or end as aborted."""
+
+CacheOnUpdate = Literal["version", "flush", "keep"]
+"""What becomes of known prefixes: used only under the version that computed them (`version`, `flush`: freed at once, since no later
+request may use them), or used on under every version (`keep`: cheaper, and log-probs no longer agree with a full forward pass)."""
+
+
+def check_policies(on_update: str, cache_on_update: str) -> None:
+    """`ConfigError` naming what is not one of the choices."""
+    for name, value, known in (
+        ("on_update", on_update, get_args(OnUpdate)),
+        ("cache_on_update", cache_on_update, get_args(CacheOnUpdate)),
+    ):
+        if value not in known:
+            raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(known)}")
+    if cache_on_update == "keep":
+        log.warning("known prefixes are kept when weights change: new answers may rest on old keys and values")
+
+
+class Swap:
+    """One change of weights: asked for in any thread, performed in the engine's."""
+
+    def __init__(self, params: Params, version: int) -> None:
+        self.params = params
+        self.version = version
+        self.done = threading.Event()
+        self.fingerprint = ""
+        self.error: BaseException | None = None
+
+
+class WeightSwaps:
+    """Swaps that wait. Used in the engine's thread only."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        on_update: OnUpdate,
+        install: Callable[[Params, int], str],
+        abort_running: Callable[[str], None],
+    ) -> None:
+        self._scheduler = scheduler
+        self._on_update = on_update
+        self._install = install
+        self._abort_running = abort_running
+        self._waiting: deque[Swap] = deque()
+
+    def add(self, swap: Swap) -> None:
+        self._waiting.append(swap)
+
+    def perform(self) -> bool:
+        """Makes what waits current as far as the policy lets it; whether anything changed."""
+        changed = False
+        while self._waiting and not self._must_drain():
+            self._one(self._waiting.popleft())
+            changed = True
+        self._scheduler.draining = bool(self._waiting)
+        return changed
+
+    def _must_drain(self) -> bool:
+        return self._on_update == "drain" and bool(self._scheduler.running or self._scheduler.interrupted)
+
+    def _one(self, swap: Swap) -> None:
+        if self._on_update == "abort":
+            self._abort_running(f"the weights changed to version {swap.version}")
+        elif self._on_update == "recompute":
+            self._scheduler.restart_running()
+        try:
+            swap.fingerprint = self._install(swap.params, swap.version)
+        except BaseException as error:
+            swap.error = error
+            raise
+        finally:
+            swap.done.set()
