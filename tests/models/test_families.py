@@ -70,7 +70,7 @@ def test_the_packed_rows_of_the_trainer(name: str) -> None:
     assert report.metrics["on_policy_tokens"] == 30
 
 
-@pytest.mark.parametrize("name", ["qwen2", "mistral-window5", "gemma2", "gemma3"])
+@pytest.mark.parametrize("name", ["qwen2", "gemma3"])
 def test_a_trained_adapter_in_engine_and_trainer(name: str) -> None:
     """The engine samples with the adapter merged in, the trainer scores with it apart."""
     model, atol = load_golden(name), tolerances(name)["logprobs_atol"]
@@ -90,7 +90,7 @@ def test_a_trained_adapter_in_engine_and_trainer(name: str) -> None:
     assert second.metrics["mismatch_max"] < atol
 
 
-@pytest.mark.parametrize("name", ["llama-rope3-untied", "gemma2", "gemma3"])
+@pytest.mark.parametrize("name", ["gemma2"])
 def test_scores_in_float32_and_bfloat16(name: str) -> None:
     model, golden, sequences = load_golden(name), outputs(name)["logprobs"], rows(name)
     for dtype, mean, largest in (("float32", 2e-5, tolerances(name)["logprobs_atol"]), ("bfloat16", 0.06, 0.6)):

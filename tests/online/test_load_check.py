@@ -20,6 +20,7 @@ def test_families(name: str) -> None:
     model = load_golden(name)
     engine = Engine(model.config, model.params, model.tokenizer, max_rows=2).start()
     found = check_loaded(engine)
+    assert engine.stats()["total_tasks"] == engine.stats()["total_tokens"] == 0  # nobody was served
     engine.stop()
     assert found.tokens == 8
     assert found.largest < 1e-4

@@ -87,7 +87,7 @@ def test_config_of_architectures(architecture: str) -> None:
 @pytest.mark.parametrize(
     ("bad", "problem"),
     [
-        (lambda: header("mamba"), "'mamba'.*llama, qwen2, qwen3"),
+        (lambda: header("mamba"), "'mamba'.*llama, qwen2, qwen3, gemma2, gemma3"),
         (lambda: header("llama", expert_count=8), "mixture of experts"),
         (lambda: header("llama", "rope_freqs.weight"), "rope_freqs"),
         (lambda: header("llama", **{"rope.scaling.type": "yarn"}), "'yarn'"),

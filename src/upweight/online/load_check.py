@@ -13,6 +13,7 @@ import numpy as np
 from upweight.errors import ModelError
 from upweight.inference.engine import Engine
 from upweight.inference.gather import answers_to
+from upweight.inference.metrics import EngineMetrics
 from upweight.inference.types import GenerationOutput, SamplingParams
 from upweight.models.config import DecoderConfig
 from upweight.ops.samples import TrainBatch
@@ -37,11 +38,11 @@ def check_loaded(engine: Engine, trainer: PolicyTrainer | None = None) -> LoadCh
     """Compares the engine with the trainer's forward pass (of `trainer`'s own trainable tree, if there is one).
 
     `ModelError` naming both numbers when the largest difference is above 1e-3 (float32 on a CPU) or the mean one above 0.1
-    (otherwise), or when one of them is not finite. The engine must run.
+    (otherwise), or when one of them is not finite. The engine runs, and nobody else uses it yet.
     """
     prompts = _prompts(engine.config)
     drawn = SamplingParams(max_tokens=_DRAWN_TOKENS, ignore_eos=True, seed=0)
-    outputs = answers_to(engine, prompts, [drawn] * _ROWS)
+    outputs = _uncounted(engine, prompts, [drawn] * _ROWS)
     failed = next((output for output in outputs if not output.token_ids), None)
     if failed is not None:
         raise ModelError(f"the engine cannot answer with the loaded model: {failed.error}")
@@ -51,6 +52,15 @@ def check_loaded(engine: Engine, trainer: PolicyTrainer | None = None) -> LoadCh
     scores = trainer.score(batch)
     exact = jax.default_backend() == "cpu" and engine.runner.params["embed"].dtype == np.float32
     return compare(batch, scores, exact=exact)
+
+
+def _uncounted(engine: Engine, prompts: list[list[int]], params: list[SamplingParams]) -> list[GenerationOutput]:
+    """Answers that do not show in the engine's statistics: nobody was served."""
+    counts, engine.metrics = engine.metrics, EngineMetrics()
+    try:
+        return answers_to(engine, prompts, params)
+    finally:
+        engine.metrics = counts
 
 
 def compare(batch: TrainBatch, scores: np.ndarray, *, exact: bool) -> LoadCheck:

@@ -14,7 +14,7 @@ import numpy as np
 
 from upweight.errors import ModelError, UnsupportedModel
 from upweight.tokenizer.gguf_header import TensorPlace, read_header
-from upweight.weights.gguf_config import architecture_of, config_of, head_counts, read_gguf_config
+from upweight.weights.gguf_config import GEMMAS, architecture_of, config_of, head_counts, read_gguf_config
 
 __all__ = ["hugging_face_name", "read_gguf_config", "read_gguf_tensors"]
 
@@ -31,6 +31,12 @@ _INNER = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+}
+# Where outputs are normalised too, the norm before the MLP has another name in the model's safetensors.
+_POST_NORMS = {
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
 }
 _LAYERED = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)\Z")
 
@@ -52,18 +58,21 @@ def read_gguf_tensors(path: str | Path) -> Iterator[tuple[str, np.ndarray]]:
         layered = _LAYERED.match(place.name)
         if layered and layered[2] in interleaved:
             array = _half_split(array, interleaved[layered[2]])
-        yield hugging_face_name(place.name), array
+        if architecture in GEMMAS and place.name.endswith("norm.weight"):
+            array -= 1.0  # files hold what a norm multiplies by, safetensors its difference from 1
+        yield hugging_face_name(place.name, architecture), array
 
 
-def hugging_face_name(name: str) -> str:
+def hugging_face_name(name: str, architecture: str = "llama") -> str:
     """`blk.0.attn_q.weight` → `model.layers.0.self_attn.q_proj.weight`."""
+    inner = _INNER | _POST_NORMS if architecture in GEMMAS else _INNER
     stem, _, ending = name.rpartition(".")
     if stem in _OUTER and ending in ("weight", "bias"):
         return f"{_OUTER[stem]}.{ending}"
     layered = _LAYERED.match(name)
-    if layered is None or layered[2] not in _INNER:
+    if layered is None or layered[2] not in inner:
         raise UnsupportedModel(f"GGUF tensor {name} is not known: use the model's safetensors")
-    return f"model.layers.{layered[1]}.{_INNER[layered[2]]}.{layered[3]}"
+    return f"model.layers.{layered[1]}.{inner[layered[2]]}.{layered[3]}"
 
 
 def _half_split(rows: np.ndarray, heads: int) -> np.ndarray:

@@ -10,7 +10,17 @@ from typing import Any
 from upweight.errors import ModelError, UnsupportedModel
 from upweight.tokenizer.gguf_header import GgufHeader, read_header
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+# general.architecture → (model_type, class) of config.json
+ARCHITECTURES = {
+    "llama": ("llama", "LlamaForCausalLM"),
+    "qwen2": ("qwen2", "Qwen2ForCausalLM"),
+    "qwen3": ("qwen3", "Qwen3ForCausalLM"),
+    "gemma2": ("gemma2", "Gemma2ForCausalLM"),
+    "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
+}
+GEMMAS = ("gemma2", "gemma3")
+# Files do not say how the largest model of each family scales its queries; the number of its layers tells it.
+_LARGEST = {"gemma2": 46, "gemma3": 62}
 
 
 def read_gguf_config(path: str | Path) -> dict[str, Any]:
@@ -23,7 +33,8 @@ def read_gguf_config(path: str | Path) -> dict[str, Any]:
 
 def config_of(header: GgufHeader) -> dict[str, Any]:
     """The same from a header that was already read."""
-    model_type = architecture_of(header)
+    architecture = architecture_of(header)
+    model_type, name_of_class = ARCHITECTURES[architecture]
     tensors = {tensor.name: tensor for tensor in header.tensors}
     if "rope_freqs.weight" in tensors:
         raise UnsupportedModel(f"{header.path} scales RoPE by a table (rope_freqs): use the model's safetensors")
@@ -31,14 +42,16 @@ def config_of(header: GgufHeader) -> dict[str, Any]:
         raise ModelError(f"{header.path} has no tensor token_embd.weight")
     metadata = header.metadata
     config = {
-        "architectures": [ARCHITECTURES[model_type]],
+        "architectures": [name_of_class],
         "model_type": model_type,
         "vocab_size": tensors["token_embd.weight"].dims[1],
         "hidden_act": "silu",
         "tie_word_embeddings": "output.weight" not in tensors,
-        **_sizes(header, model_type),
-        **_rope(header, model_type),
+        **_sizes(header, architecture),
+        **_rope(header, architecture),
     }
+    if architecture in GEMMAS:
+        config |= _gemma(header, architecture, config)
     for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
         config[f"{name}_token_id"] = metadata.get(f"tokenizer.ggml.{key}_token_id")
     if model_type == "llama":
@@ -82,6 +95,30 @@ def _sizes(header: GgufHeader, architecture: str) -> dict[str, Any]:
         "max_position_embeddings": _number(header, f"{architecture}.context_length"),
         "rms_norm_eps": _short(epsilon),
     }
+
+
+def _gemma(header: GgufHeader, architecture: str, sizes: dict[str, Any]) -> dict[str, Any]:
+    """What only these families have. In gemma3 the scaling of RoPE is that of the layers without a window."""
+    largest = sizes["num_hidden_layers"] == _LARGEST[architecture]
+    entries = {
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "sliding_window": _number(header, f"{architecture}.attention.sliding_window"),
+        "query_pre_attn_scalar": sizes["hidden_size"] // sizes["num_attention_heads"] if largest else sizes["head_dim"],
+    }
+    pattern = header.metadata.get(f"{architecture}.attention.sliding_window_pattern")
+    if pattern is not None:
+        entries["layer_types"] = _layer_types(pattern, sizes["num_hidden_layers"])
+    if architecture == "gemma3":
+        return entries | {"rope_local_base_freq": _short(_number(header, "gemma3.rope.freq_base_swa", 10000.0))}
+    caps = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+    return entries | {name: _short(_number(header, f"gemma2.{name}", usual)) for name, usual in caps.items()}
+
+
+def _layer_types(pattern: Any, layers: int) -> list[str]:
+    """From one flag a layer (True = window), or from n: every n-th layer sees the whole past."""
+    slides = pattern if isinstance(pattern, list) else [(layer + 1) % int(pattern) != 0 for layer in range(layers)]
+    return ["sliding_attention" if one else "full_attention" for one in slides]
 
 
 def _rope(header: GgufHeader, architecture: str) -> dict[str, Any]:
