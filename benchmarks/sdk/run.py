@@ -23,10 +23,9 @@ from typing import Any
 import httpx
 
 from upweight.api_client import TokenFactory
-from upweight.api_client.models.rl_job import UploadSamplesRequest
 from upweight.rollout import RolloutConfig, RolloutRunner
 from upweight.rollout.models import Sample, SampleGroup
-from upweight.rollout.validation import to_wire
+from upweight.rollout.validation import encode_group
 
 GROUP, BATCH = 8, 512
 
@@ -55,8 +54,9 @@ def memory_bytes() -> int:
 
 
 def measure_floor(url: str, samples: int, tokens: int) -> dict[str, Any]:
-    one = [to_wire(Sample(**fields), task_id="task", version=0) for fields in make_group(tokens)]
-    body = UploadSamplesRequest(samples=[one[i % GROUP] for i in range(BATCH)]).model_dump_json().encode()
+    group = SampleGroup(samples=[Sample(**fields) for fields in make_group(tokens)])
+    one = [sample.stamp("task", 0).body for sample in encode_group("task", group, GROUP)]
+    body = b'{"samples":[%b]}' % b",".join(one[i % GROUP] for i in range(BATCH))
     with httpx.Client(timeout=60) as client:
         target = f"{url}/v1alpha1/fine_tuning/jobs/job/batches/0/samples"
         headers = {"Content-Type": "application/json"}

@@ -17,7 +17,7 @@ from upweight.rollout.feeder import DatasetFeeder
 from upweight.rollout.messages import Broken, DatasetFailed, JobEnded, TasksDrawn
 from upweight.rollout.models import JobStatusUpdate, RolloutException, RolloutResult, SampleGroup, Task
 from upweight.rollout.runner import JobStatusTracker, RolloutDispatcher
-from upweight.rollout.validation import check_group, reported_version, to_wire
+from upweight.rollout.validation import encode_group, reported_version
 
 from . import helpers
 
@@ -262,7 +262,7 @@ def test_cycling_dataset():
 def test_bad_samples(change, reason, text):
     group = SampleGroup(samples=[helpers.good_sample(**change)])
     with pytest.raises(RolloutValidationError, match=text) as caught:
-        check_group("task-1", group, 1)
+        encode_group("task-1", group, 1)
     assert caught.value.reason == reason
     assert "task-1" in str(caught.value)
 
@@ -270,14 +270,14 @@ def test_bad_samples(change, reason, text):
 @pytest.mark.parametrize("group", [None, 3, SampleGroup(), SampleGroup(samples=[helpers.good_sample()] * 3)])
 def test_bad_groups(group):
     with pytest.raises(RolloutValidationError, match=r"task-1.*expected.*got"):
-        check_group("task-1", group, 2)
+        encode_group("task-1", group, 2)
 
 
 def test_wire_samples():
     sample = helpers.good_sample(metadata=None, debug_info=None)
-    check_group("t", SampleGroup(samples=[sample]), 1)
-    check_group("t", SampleGroup(is_rejected=True), 1)
-    wire = to_wire(sample, task_id="t", version=4)
+    assert encode_group("t", SampleGroup(is_rejected=True), 1) == []
+    (encoded,) = encode_group("t", SampleGroup(samples=[sample]), 1)
+    wire = encoded.stamp("t", 4).to_wire()
     assert (wire.metadata, wire.debug_info) == ({}, {"starting_inference_version": 4, "task_id": "t"})
 
 
@@ -295,11 +295,11 @@ def test_one_bad_number_among_many_is_found(field: str, bad: object) -> None:
     getattr(sample, field)[17] = bad
     fine = field == "logprobs" and bad in (2**40, -1, 0.5)
     if fine:
-        check_group("t", SampleGroup(samples=[sample]), 1)
-        assert to_wire(sample, task_id="t", version=0).logprobs[17] == bad
+        (encoded,) = encode_group("t", SampleGroup(samples=[sample]), 1)
+        assert encoded.stamp("t", 0).to_wire().logprobs[17] == bad
     else:
         with pytest.raises(RolloutValidationError, match=field):
-            check_group("t", SampleGroup(samples=[sample]), 1)
+            encode_group("t", SampleGroup(samples=[sample]), 1)
 
 
 def test_scalars_of_other_libraries_become_plain_numbers() -> None:
@@ -310,8 +310,8 @@ def test_scalars_of_other_libraries_become_plain_numbers() -> None:
         mask=np.array([0, 1]),
         normalized_reward=np.float32(1),
     )
-    check_group("t", SampleGroup(samples=[sample]), 1)
-    wire = to_wire(sample, task_id="t", version=3)
+    (encoded,) = encode_group("t", SampleGroup(samples=[sample]), 1)
+    wire = encoded.stamp("t", 3).to_wire()
     assert [(type(v), v) for v in (*wire.token_ids, *wire.mask, *wire.logprobs, wire.normalized_reward)] == [
         (int, 1),
         (int, 2),

@@ -7,9 +7,10 @@ import pytest
 
 from upweight.rollout import uploader
 from upweight.rollout.messages import Broken, PlacesTaken, Uploaded
+from upweight.rollout.models import SampleGroup
 from upweight.rollout.spool import Spool
 from upweight.rollout.uploader import Uploader, UploadPlan
-from upweight.rollout.validation import to_wire
+from upweight.rollout.validation import encode_group
 
 from . import helpers
 
@@ -36,7 +37,8 @@ def upload(server, api, monkeypatch):
 
 
 def wire(n, version=0):
-    return [to_wire(helpers.good_sample(), task_id="t", version=version) for _ in range(n)]
+    group = SampleGroup(samples=[helpers.good_sample() for _ in range(n)])
+    return [sample.stamp("t", version) for sample in encode_group("t", group, n)]
 
 
 def settle(thread):
@@ -125,5 +127,5 @@ def test_a_batch_that_vanished_is_opened_again(server, upload):
 
 def test_a_bug_in_the_thread_is_told(server, upload):
     thread = upload()
-    thread.put([None])
+    thread.put([wire(1)[0]._replace(version=None)])
     assert isinstance(thread._output.get(timeout=3), Broken)

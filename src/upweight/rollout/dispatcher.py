@@ -89,6 +89,7 @@ class RolloutDispatcher(threading.Thread):
         self._current_version = current_version
         self._stopping = threading.Event()
         self._outcomes: SimpleQueue[Outcome] = SimpleQueue()
+        self._is_woken = False
         self._ids = itertools.count()
         self._waiting: deque[_Attempt] = deque()
         self._delayed: list[tuple[float, int, _Attempt]] = []
@@ -121,6 +122,9 @@ class RolloutDispatcher(threading.Thread):
 
     def _tell(self, outcome: Outcome) -> None:
         self._outcomes.put(outcome)
+        if self._is_woken:  # it has not looked since it was last told
+            return
+        self._is_woken = True
         with contextlib.suppress(Full):  # only to wake the loop sooner; it looks every 0.1 s anyway
             self._input.put_nowait(None)
 
@@ -148,6 +152,7 @@ class RolloutDispatcher(threading.Thread):
             self._pool.submit(attempt_id, attempt.task)
 
     def _settle_outcomes(self) -> None:
+        self._is_woken = False
         with contextlib.suppress(Empty):
             while True:
                 outcome = self._outcomes.get_nowait()
@@ -157,7 +162,13 @@ class RolloutDispatcher(threading.Thread):
                 if outcome.error is None:
                     self._death_codes.clear()
                     self._output.put(
-                        RolloutResult(attempt.task, outcome.result, attempt.version, retries=attempt.number)
+                        RolloutResult(
+                            attempt.task,
+                            outcome.result,
+                            attempt.version,
+                            retries=attempt.number,
+                            encoded=outcome.encoded,
+                        )
                     )
                 else:
                     self._note_death(outcome.error)

@@ -14,7 +14,7 @@ from typing import Any
 from upweight.errors import RolloutError
 from upweight.rollout.exceptions import WorkerDied
 from upweight.rollout.models import Task
-from upweight.rollout.workers import RolloutCall
+from upweight.rollout.workers import Finished, RolloutCall
 
 _starting = threading.Lock()  # with fork, a child started at the same time would inherit this child's pipe end
 EXIT_GRACE_S = 1.0
@@ -59,18 +59,15 @@ class InProcess:
             except (EOFError, OSError):
                 raise WorkerDied(self._bury()) from None
 
-    def run(self, task: Task[Any]) -> Any:
+    def run(self, task: Task[Any]) -> Finished:
         pipe = self._pipe
         assert pipe is not None, "prepare() comes first"
         try:
             pipe.send(task)
-            result, error, text = pipe.recv()
+            finished, error, text = pipe.recv()
         except (EOFError, OSError):
             raise WorkerDied(self._bury()) from None
-        if error is not None:
-            error.remote_traceback = text
-            raise error
-        return result
+        return unpacked(finished, error, text)
 
     def kill(self) -> None:
         self._killed = True
@@ -123,14 +120,23 @@ def child_main(pipe: Connection, payload: bytes) -> None:
         pipe.send(attempt(call, task))
 
 
-def attempt(call: RolloutCall, task: Task[Any]) -> tuple[Any, BaseException | None, str]:
-    """(result, error, its traceback); runs in the worker, and what it returns can be pickled."""
+def attempt(call: RolloutCall, task: Task[Any]) -> tuple[Finished | None, BaseException | None, str]:
+    """(what it finished with, error, its traceback); runs in the worker, and what it returns can be pickled."""
     try:
-        result = call(task)
-        pickle.dumps(result)
+        finished = call(task)
+        pickle.dumps(finished.result)
     except BaseException as error:  # noqa: BLE001 (the parent decides; sys.exit() in a rollout must not end the child)
         return None, _portable(error), traceback.format_exc()
-    return result, None, ""
+    return finished, None, ""
+
+
+def unpacked(finished: Finished | None, error: BaseException | None, text: str) -> Finished:
+    """What `attempt` returned, in the parent: the end of the attempt, or its error raised."""
+    if finished is None:
+        assert error is not None
+        error.remote_traceback = text  # type: ignore[attr-defined]
+        raise error
+    return finished
 
 
 def _portable(error: BaseException) -> BaseException:

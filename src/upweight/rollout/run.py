@@ -38,7 +38,6 @@ from upweight.rollout.spool import Spool
 from upweight.rollout.summary import GroupCounts, RunProgress, RunSummary
 from upweight.rollout.tracker import JobStatusTracker, wait_until_ready
 from upweight.rollout.uploader import Uploader, send_spooled
-from upweight.rollout.validation import reported_version, to_wire
 from upweight.rollout.waits import WaitWatch
 
 logger = logging.getLogger(__name__)
@@ -187,6 +186,8 @@ class Run:
         if self._ended_as is not None:
             return self._ended_as
         if self._uploader.backlog:
+            if not self._scheduler.in_flight_task_ids:
+                self._uploader.hurry()
             return None
         if self._scheduler.is_all_finished and self._filled >= (self._num_batches or 0):
             return "all batches are filled"
@@ -305,11 +306,11 @@ class Run:
             self._settle(task.id)
         else:
             stamp = result.starting_inference_version
-            reported = reported_version(group.samples)
+            encoded = result.encoded or []
+            reported = min((sample.reported for sample in encoded if sample.reported is not None), default=None)
             version = next(v for v in (reported, stamp, task.starting_inference_version) if v is not None)
             self._scheduler.set_task_version(task.id, version)
-            wire = [to_wire(sample, task_id=task.id, version=version) for sample in group.samples]
-            self._scheduler.add_sample_group(task.id, wire)
+            self._scheduler.add_sample_group(task.id, [sample.stamp(task.id, version) for sample in encoded])
         self._hand_over()
         if not self._scheduler.buffered_groups:  # accepted, or else dropped
             self._settle(task.id)
@@ -349,7 +350,7 @@ class Run:
         if ready:
             self._watch.note_accepted()
             self._uploader.put(ready)
-            for task_id in {sample.debug_info["task_id"] for sample in ready}:
+            for task_id in {sample.task_id for sample in ready}:
                 self._settle(task_id)
         if self._scheduler.dropped_groups > self._counts.dropped_stale:
             logger.info("%d groups were dropped as too stale so far", self._scheduler.dropped_groups)
@@ -426,6 +427,7 @@ class Run:
         """Give the uploader `shutdown_timeout` to send what was accepted."""
         deadline = time.monotonic() + self._config.shutdown_timeout
         while self._uploader.backlog and self._uploader.is_alive() and time.monotonic() < deadline:
+            self._uploader.hurry()
             time.sleep(0.01)
         if self._uploader.backlog:
             logger.warning("Job %s: %d accepted samples are unsent", self._config.job_id, self._uploader.backlog)

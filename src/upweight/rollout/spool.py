@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 from pydantic import ValidationError
 
-from upweight.api_client.models.rl_job import Sample
+from upweight.rollout.validation import StampedSample
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ class Spool:
         if self._directory is not None:
             self._directory.mkdir(parents=True, exist_ok=True)
 
-    def load(self) -> list[Sample]:
+    def load(self) -> list[StampedSample]:
         """What an earlier run left behind."""
         if self._directory is None:
             return []
@@ -32,26 +32,26 @@ class Spool:
         for file in sorted(self._directory.glob("*.json")):
             self._next = max(self._next, int(file.stem.split("-", 1)[0]) + 1)
             try:
-                sample = Sample.model_validate_json(file.read_bytes())
-            except ValidationError as error:
+                sample = StampedSample.from_json(file.read_bytes())
+            except (ValidationError, KeyError) as error:
                 logger.warning("%s is no sample and is left alone: %s", file, error)
                 continue
             self._files[sample.id] = file
             samples.append(sample)
         return samples
 
-    def add(self, samples: Iterable[Sample]) -> None:
+    def add(self, samples: Iterable[StampedSample]) -> None:
         if self._directory is None:
             return
         for sample in samples:
             file = self._directory / f"{self._next:012d}-{quote(sample.id, safe='')}.json"
             part = file.with_suffix(".part")
-            part.write_text(sample.model_dump_json(), encoding="utf-8")
+            part.write_bytes(sample.body)
             part.replace(file)
             self._files[sample.id] = file
             self._next += 1
 
-    def remove(self, samples: Iterable[Sample]) -> None:
+    def remove(self, samples: Iterable[StampedSample]) -> None:
         for sample in samples:
             file = self._files.pop(sample.id, None)
             if file is not None:

@@ -7,6 +7,8 @@ Invariants
 4. Samples whose upload ended without an answer may be stored or not ("uncertain"). Sent again they count once: where
    their places had been taken for somebody else's, these are given back.
 5. A batch is opened as soon as the one before is full, but none after the last.
+6. Samples wait at most COLLECT_S for others to travel with, and not at all once they are an eighth of a batch, close it, fill a
+   request of MAX_BYTES, or nothing else is coming (`hurry`).
 """
 
 from __future__ import annotations
@@ -15,8 +17,9 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from queue import Queue
 from typing import Any, TypeGuard
 
@@ -24,16 +27,20 @@ import httpx
 
 from upweight.api_client import APIError, BadRequestError, NotFoundError, TokenFactory
 from upweight.api_client._retry import call_limits
-from upweight.api_client.models.rl_job import Batch, BatchStatus, Sample
+from upweight.api_client.models.rl_job import Batch, BatchStatus
 from upweight.rollout.exceptions import BatchSizeMismatch, UploadFailed
 from upweight.rollout.messages import Broken, PlacesTaken, Uploaded
 from upweight.rollout.spool import Spool
 from upweight.rollout.tracker import is_refusal
+from upweight.rollout.validation import StampedSample
 
 logger = logging.getLogger(__name__)
 
 FIRST_WAIT_S = 1.0
 MAX_WAIT_S = 30.0
+COLLECT_S = 0.1
+PARTS_OF_A_BATCH = 8
+MAX_BYTES = 16 << 20  # of the samples in one request; one sample goes whatever its size
 
 
 @dataclass(frozen=True)
@@ -46,13 +53,12 @@ class UploadPlan:
     staleness: int | None
     timeout: float
 
-    def fits(self, sample: Sample, place: int) -> bool:
+    def fits(self, sample: StampedSample, place: int) -> bool:
         """Whether a stamped sample may enter a place, by the end of the run and by its staleness."""
         index = place // self.batch_size
         if self.num_batches is not None and index >= self.num_batches:
             return False
-        version: int = sample.debug_info["starting_inference_version"]
-        return self.staleness is None or index - 1 - version <= self.staleness
+        return self.staleness is None or index - 1 - sample.version <= self.staleness
 
 
 def open_batch(api_client: TokenFactory, job_id: str, index: int) -> Batch:
@@ -93,6 +99,18 @@ def check_capacity(batch_size: int, batch: Batch) -> None:
         )
 
 
+def _within_bytes(samples: Iterable[StampedSample]) -> list[StampedSample]:
+    """The first ones, up to MAX_BYTES together, but at least one."""
+    chunk: list[StampedSample] = []
+    size = 0
+    for sample in samples:
+        size += len(sample.body)
+        if chunk and size > MAX_BYTES:
+            break
+        chunk.append(sample)
+    return chunk
+
+
 def send_spooled(api_client: TokenFactory, plan: UploadPlan, spool: Spool) -> int:
     """Send what an earlier run left behind; returns how many samples were dropped as too stale.
 
@@ -108,7 +126,9 @@ def send_spooled(api_client: TokenFactory, plan: UploadPlan, spool: Spool) -> in
         try:
             sent, stale = _send_some(api_client, plan, left)
         except (APIError, httpx.HTTPError) as error:
-            raise UploadFailed(f"Job {plan.job_id}: spooled samples were not sent: {error}", left) from error
+            raise UploadFailed(
+                f"Job {plan.job_id}: spooled samples were not sent: {error}", [sample.to_wire() for sample in left]
+            ) from error
         done = {sample.id for sample in [*sent, *stale]}
         spool.remove([*sent, *stale])
         left = [sample for sample in left if sample.id not in done]
@@ -117,8 +137,8 @@ def send_spooled(api_client: TokenFactory, plan: UploadPlan, spool: Spool) -> in
 
 
 def _send_some(
-    api_client: TokenFactory, plan: UploadPlan, left: Sequence[Sample]
-) -> tuple[Sequence[Sample], Sequence[Sample]]:
+    api_client: TokenFactory, plan: UploadPlan, left: Sequence[StampedSample]
+) -> tuple[Sequence[StampedSample], Sequence[StampedSample]]:
     """Fill the open batch from `left`; returns what was sent and what is too stale by now."""
     jobs = api_client.v1alpha1.fine_tuning.jobs
     index = jobs.get_runtime_status(job_id=plan.job_id).filled_batches
@@ -127,9 +147,9 @@ def _send_some(
     place = index * plan.batch_size + taken
     fitting = [sample for sample in left if plan.fits(sample, place)]
     stale = [sample for sample in left if not plan.fits(sample, place)]
-    chunk = fitting[: plan.batch_size - taken]
+    chunk = _within_bytes(fitting[: plan.batch_size - taken])
     if chunk:
-        jobs.batches.submit_samples(job_id=plan.job_id, batch_index=index, samples=chunk)
+        jobs.batches.submit_encoded(job_id=plan.job_id, batch_index=index, samples=[s.body for s in chunk])
     return chunk, stale
 
 
@@ -153,7 +173,10 @@ class Uploader(threading.Thread):
         self._output = output_queue
         self._spool = spool
         self._opened = opened
-        self._backlog: deque[Sample] = deque()
+        self._backlog: deque[StampedSample] = deque()
+        self._backlog_bytes = 0
+        self._waiting_since = 0.0
+        self._is_hurried = False
         self._uncertain: set[str] = set()
         self._changed = threading.Condition()
         self._stopping = threading.Event()
@@ -162,11 +185,20 @@ class Uploader(threading.Thread):
         self.last_error: str | None = None
         self.staleness: Counter[int] = Counter()
 
-    def put(self, samples: Sequence[Sample]) -> None:
+    def put(self, samples: Sequence[StampedSample]) -> None:
         """Take over samples; ready ones go together, also with those that come while an upload is under way."""
         self._spool.add(samples)
         with self._changed:
+            if not self._backlog:
+                self._waiting_since = time.monotonic()
             self._backlog.extend(samples)
+            self._backlog_bytes += sum(len(sample.body) for sample in samples)
+            self._changed.notify()
+
+    def hurry(self) -> None:
+        """Nothing else is coming for now: what is ready need not wait for company."""
+        with self._changed:
+            self._is_hurried = True
             self._changed.notify()
 
     @property
@@ -178,7 +210,7 @@ class Uploader(threading.Thread):
         """Places that the server is known to hold."""
         return self._position
 
-    def unsent(self) -> list[Sample]:
+    def unsent(self) -> list[StampedSample]:
         with self._changed:
             return list(self._backlog)
 
@@ -202,7 +234,17 @@ class Uploader(threading.Thread):
     def _wait_for_work(self) -> bool:
         with self._changed:
             self._changed.wait_for(lambda: self._stopping.is_set() or self._backlog or self._must_open)
+            if not self._must_open:
+                company = self._waiting_since + COLLECT_S - time.monotonic()
+                self._changed.wait_for(self._is_worth_a_request, timeout=company)
+            self._is_hurried = False
         return not self._stopping.is_set()
+
+    def _is_worth_a_request(self) -> bool:
+        if self._stopping.is_set() or self._is_hurried or self._backlog_bytes >= MAX_BYTES:
+            return True
+        batch_size, n = self._plan.batch_size, len(self._backlog)
+        return n * PARTS_OF_A_BATCH >= batch_size or n >= batch_size - self._position % batch_size
 
     @property
     def _batch_index(self) -> int:
@@ -231,14 +273,15 @@ class Uploader(threading.Thread):
             self._note_count(batch, index, taken)
             return
         with self._changed:
-            chunk = [self._backlog[i] for i in range(min(len(self._backlog), self._plan.batch_size - taken))]
+            chunk = _within_bytes(islice(self._backlog, self._plan.batch_size - taken))
         # Samples may have been accepted while the news of others' places was still under way to the scheduler.
         misfits = [sample for sample in chunk if not self._plan.fits(sample, self._position)]
         if misfits:
             self._drop(misfits, 0)
             return
         try:
-            batch = batches.submit_samples(job_id=self._plan.job_id, batch_index=index, samples=chunk)
+            bodies = [sample.body for sample in chunk]
+            batch = batches.submit_encoded(job_id=self._plan.job_id, batch_index=index, samples=bodies)
         except (APIError, httpx.HTTPError) as error:
             if not _is_conflict(error):
                 self._uncertain.update(sample.id for sample in chunk)
@@ -250,12 +293,13 @@ class Uploader(threading.Thread):
         self._acknowledge(chunk)
         self._note_count(batch, index, taken + len(chunk), n_uncertain)
 
-    def _acknowledge(self, chunk: Sequence[Sample]) -> None:
+    def _acknowledge(self, chunk: Sequence[StampedSample]) -> None:
         with self._changed:
             for _ in chunk:
-                self._backlog.popleft()
+                self._backlog_bytes -= len(self._backlog.popleft().body)
+            self._waiting_since = time.monotonic()
         self._spool.remove(chunk)
-        self.staleness.update(self._batch_index - 1 - s.debug_info["starting_inference_version"] for s in chunk)
+        self.staleness.update(self._batch_index - 1 - s.version for s in chunk)
         self._position += len(chunk)
 
     def _note_count(self, batch: Batch, index: int, expected: int, n_uncertain: int = 0) -> None:
@@ -307,12 +351,13 @@ class Uploader(threading.Thread):
                 dropped.append(sample)
         self._drop(dropped, foreign)
 
-    def _drop(self, dropped: Sequence[Sample], foreign: int) -> None:
+    def _drop(self, dropped: Sequence[StampedSample], foreign: int) -> None:
         ids = {sample.id for sample in dropped}
         with self._changed:
             kept = [sample for sample in self._backlog if sample.id not in ids]
             self._backlog.clear()
             self._backlog.extend(kept)
+            self._backlog_bytes = sum(len(sample.body) for sample in kept)
         self._spool.remove(dropped)
         self._uncertain -= ids
         self._output.put(PlacesTaken(foreign - len(dropped), len(dropped)))
@@ -334,7 +379,7 @@ class Uploader(threading.Thread):
             unsent = self.unsent()
             raise UploadFailed(
                 f"Job {self._plan.job_id}: {len(unsent)} samples unsent after {failing_for:.0f} s; last error: {self.last_error}",
-                unsent,
+                [sample.to_wire() for sample in unsent],
             ) from error
         wait = min(MAX_WAIT_S, FIRST_WAIT_S * 2 ** (self._failures - 1), self._plan.timeout - failing_for)
         logger.warning("Job %s: upload failed (%s); next try in %.1f s", self._plan.job_id, self.last_error, wait)
