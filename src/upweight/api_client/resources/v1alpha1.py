@@ -34,7 +34,9 @@ class Batches(JobResource):
 
     def submit_encoded(self, *, job_id: str, batch_index: int, samples: Sequence[bytes]) -> Batch:
         """The same for samples that are JSON objects already."""
-        return self._submit(job_id, batch_index, b'{"samples":[%b]}' % b",".join(samples))
+        parts = [b'{"samples":[', *(part for sample in samples for part in (b",", sample)), b"]}"]
+        del parts[1:2]  # the first comma
+        return self._submit(job_id, batch_index, b"".join(parts))
 
     def _submit(self, job_id: str, batch_index: int, body: bytes) -> Batch:
         url, headers = f"{self.endpoint(job_id=job_id)}/{batch_index}/samples", {"Content-Type": "application/json"}
