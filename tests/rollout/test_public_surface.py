@@ -103,6 +103,8 @@ def test_config_defaults(monkeypatch):
         "shutdown_timeout": 5.0,
         "upload_timeout": 600,
         "spool_dir": None,
+        "group_log": None,
+        "requeue_lost_tasks": 0,
     }
     with pytest.raises(ValidationError, match="typo"):
         rollout.RolloutConfig(**made.model_dump(), typo=1)

@@ -23,7 +23,7 @@ from typing import Any
 
 from upweight.rollout.config import ExecutorType
 from upweight.rollout.event_loop import EventLoopPool, is_async
-from upweight.rollout.exceptions import RolloutTimeout, WorkerDied, WorkerPoolBroken
+from upweight.rollout.exceptions import RolloutTimeout, WorkerDied, WorkerPoolBroken, reason_of
 from upweight.rollout.messages import Broken
 from upweight.rollout.models import RolloutException, RolloutResult, SampleGroup, Task
 from upweight.rollout.processes import InProcess, pickled_call
@@ -39,12 +39,13 @@ START_LIMIT_S = 120.0  # a worker may take this long to start before the time li
 
 @dataclass
 class _Attempt:
-    """`number` counts from 0; `started` is a monotonic time."""
+    """`number` counts from 0; `started` is a monotonic time; `reasons` of the attempts that failed."""
 
     task: Task[Any]
     number: int = 0
     started: float = 0.0
     version: int | None = None
+    reasons: tuple[str, ...] = ()
 
 
 class RolloutDispatcher(threading.Thread):
@@ -104,6 +105,19 @@ class RolloutDispatcher(threading.Thread):
         """Running task ids → seconds since their attempt started."""
         now = time.monotonic()
         return {str(a.task.id): now - a.started for a in list(self._running.values())}
+
+    def stacks(self, most: int = 20) -> str:
+        """Where the oldest running rollouts are, as text."""
+        now, stacks = time.monotonic(), self._pool.stacks()
+        running = list(self._running.items())  # at once: the dispatcher's thread goes on
+        running.sort(key=lambda item: item[1].started)
+        parts = [
+            f"{attempt.task.id}, attempt {attempt.number + 1}, {now - attempt.started:.0f} s:\n{stacks.get(number, '')}"
+            for number, attempt in running[:most]
+        ]
+        if len(running) > most:
+            parts.append(f"… and {len(running) - most} more\n")
+        return "".join(parts)
 
     def run(self) -> None:
         try:
@@ -168,6 +182,7 @@ class RolloutDispatcher(threading.Thread):
                             attempt.version,
                             retries=attempt.number,
                             encoded=outcome.encoded,
+                            reasons=attempt.reasons,
                         )
                     )
                 else:
@@ -188,27 +203,32 @@ class RolloutDispatcher(threading.Thread):
                 self._failed(attempt, RolloutTimeout(message), message)
 
     def _note_death(self, error: BaseException) -> None:
+        if isinstance(error, WorkerPoolBroken):
+            raise error
         if not isinstance(error, WorkerDied):
             return
         self._death_codes.append(error.exit_code)
         if len(self._death_codes) > self._max_restarts:
             raise WorkerPoolBroken(
-                f"{len(self._death_codes)} worker processes died in a row, with exit codes {self._death_codes}"
+                f"{len(self._death_codes)} worker processes died in a row, with exit codes {self._death_codes}; "
+                f"the last one: {error}"
             )
 
     def _failed(self, attempt: _Attempt, error: BaseException, text: str) -> None:
-        task, number = attempt.task, attempt.number
+        task, number, reasons = attempt.task, attempt.number, (*attempt.reasons, reason_of(error))
         if number < self._max_retries:
             delay = min(MAX_BACKOFF_S, self._backoff * 2**number) * random.uniform(0.8, 1.2)
             logger.info("Task %s: attempt %d failed (%s); next in %.2f s", task.id, number + 1, _line(error), delay)
-            retry = _Attempt(task, number + 1)
+            retry = _Attempt(task, number + 1, reasons=reasons)
             heapq.heappush(self._delayed, (time.monotonic() + delay, next(self._ids), retry))
         elif self._raise:
-            self._output.put(RolloutException(error, text, task, retries=number))
+            self._output.put(RolloutException(error, text, task, retries=number, reasons=reasons))
         else:
             logger.warning("Task %s: failed after %d attempts (%s)", task.id, number + 1, _line(error))
             self._output.put(
-                RolloutResult(task, SampleGroup(is_rejected=True), attempt.version, error=error, retries=number)
+                RolloutResult(
+                    task, SampleGroup(is_rejected=True), attempt.version, error=error, retries=number, reasons=reasons
+                )
             )
 
 

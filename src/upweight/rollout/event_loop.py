@@ -14,6 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 from upweight.rollout.models import Task
@@ -59,6 +60,12 @@ class EventLoopPool:
             work = self._running.pop(attempt_id, None)
         if work is not None:
             self._loop.call_soon_threadsafe(work.cancel)
+
+    def stacks(self) -> dict[int, str]:
+        """Where each running attempt waits, by its number."""
+        with self._lock:
+            running = dict(self._running)
+        return {n: "".join(map(_frame_line, work.get_stack())) for n, work in running.items() if work is not None}
 
     def close(self, timeout: float) -> None:
         """Cancel what runs and end the loop; a rollout that ignores its cancellation is left after `timeout` s."""
@@ -113,3 +120,7 @@ class EventLoopPool:
             known = self._running.pop(attempt_id, self) is not self
         if known:
             self._on_outcome(outcome)
+
+
+def _frame_line(frame: FrameType) -> str:
+    return "".join(traceback.format_stack(frame, limit=1))

@@ -86,13 +86,15 @@ class RolloutException:
     traceback: str
     task: Task[Any] | None = field(default=None, compare=False)
     retries: int = field(default=0, compare=False)
+    reasons: tuple[str, ...] = field(default=(), compare=False)
 
 
 @dataclass
 class RolloutResult:
     """What became of a task. `error` is set when its last attempt failed; the group is then a rejected one.
 
-    `encoded` holds the samples as they will be uploaded, if they were checked (`upweight.rollout.validation`).
+    `encoded` holds the samples as they will be uploaded, if they were checked (`upweight.rollout.validation`);
+    `reasons` says why attempts failed, one code for each.
     """
 
     task: Task[Any]
@@ -101,3 +103,4 @@ class RolloutResult:
     error: BaseException | None = field(default=None, compare=False)
     retries: int = field(default=0, compare=False)
     encoded: list[Any] | None = field(default=None, compare=False, repr=False)
+    reasons: tuple[str, ...] = field(default=(), compare=False)

@@ -11,8 +11,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from upweight.errors import RolloutError
-from upweight.rollout.exceptions import WorkerDied
+from upweight.rollout.exceptions import RemoteError, WorkerDied, WorkerPoolBroken
 from upweight.rollout.models import Task
 from upweight.rollout.workers import Finished, RolloutCall
 
@@ -55,9 +54,17 @@ class InProcess:
     def prepare(self) -> None:
         if self._pipe is None:
             try:
-                self._start_child().recv()  # it is ready
+                problem = self._start_child().recv()
             except (EOFError, OSError):
-                raise WorkerDied(self._bury()) from None
+                raise WorkerDied(self._bury(), is_starting=True) from None
+            except RuntimeError as error:  # a script without a guard that runs again in its own child
+                raise WorkerPoolBroken(f"a worker process cannot be started: {error}") from error
+            if problem is not None:
+                self._bury()
+                raise WorkerPoolBroken(
+                    f"a worker process cannot load the rollout function: {problem}; define it in a module that can be "
+                    "imported, or use executor_type='thread'"
+                )
 
     def run(self, task: Task[Any]) -> Finished:
         pipe = self._pipe
@@ -100,17 +107,23 @@ class InProcess:
         process, pipe, self._process, self._pipe = self._process, self._pipe, None, None
         if pipe is not None:
             pipe.close()
+        if process is None:  # the system refused to start it
+            return None
         process.join(EXIT_GRACE_S)
         code: int | None = process.exitcode
-        if code is not None:
-            process.close()
-        return code
+        return code  # not closed by hand: the interpreter may be joining it at its exit
 
 
 def child_main(pipe: Connection, payload: bytes) -> None:
     """Loop of a child: ends when the parent closes the pipe or dies."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
-    call: RolloutCall = pickle.loads(payload)
+    # Such processes may have no children, but a grader pool needs some; they end when this process does.
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    try:
+        call: RolloutCall = pickle.loads(payload)
+    except BaseException as error:  # noqa: BLE001 (told to the parent, whatever the module of the function raises)
+        pipe.send(f"{type(error).__name__}: {error}")
+        return
     pipe.send(None)
     while True:
         try:
@@ -144,5 +157,5 @@ def _portable(error: BaseException) -> BaseException:
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:  # noqa: BLE001 (whatever a foreign class raises while being pickled)
-        return RolloutError(f"{type(error).__name__}: {error}")
+        return RemoteError(f"{type(error).__name__}: {error}", type(error).__name__)
     return error

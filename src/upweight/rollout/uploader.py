@@ -111,35 +111,52 @@ def _within_bytes(samples: Iterable[StampedSample]) -> list[StampedSample]:
     return chunk
 
 
-def send_spooled(api_client: TokenFactory, plan: UploadPlan, spool: Spool) -> int:
-    """Send what an earlier run left behind; returns how many samples were dropped as too stale.
+@dataclass(frozen=True)
+class Resumed:
+    """What became of the samples that an earlier run had not sent for certain; `stored_before` of them had arrived."""
+
+    samples: int = 0
+    stored_before: int = 0
+    dropped: int = 0
+
+
+def send_spooled(api_client: TokenFactory, plan: UploadPlan, spool: Spool) -> Resumed:
+    """Send what an earlier run left behind.
 
     The server may have stored some of them already, so each chunk is placed by the server's own count.
 
     Raises:
         UploadFailed: with the samples still unsent (they stay on disk).
     """
-    left, dropped = spool.load(), 0
-    if left:
-        logger.info("Job %s: %d samples of an earlier run are sent first", plan.job_id, len(left))
+    left = spool.load()
+    if not left:
+        return Resumed()
+    total, stored_before, dropped = len(left), 0, 0
+    logger.info("Job %s: %d samples of an earlier run are sent first", plan.job_id, total)
     while left:
         try:
-            sent, stale = _send_some(api_client, plan, left)
+            sent, stale, known = _send_some(api_client, plan, left)
         except (APIError, httpx.HTTPError) as error:
-            raise UploadFailed(
-                f"Job {plan.job_id}: spooled samples were not sent: {error}", [sample.to_wire() for sample in left]
-            ) from error
+            unsent = [sample.to_wire() for sample in left]
+            raise UploadFailed(f"Job {plan.job_id}: spooled samples were not sent: {error}", unsent) from error
         done = {sample.id for sample in [*sent, *stale]}
         spool.remove([*sent, *stale])
         left = [sample for sample in left if sample.id not in done]
+        stored_before += known
         dropped += len(stale)
-    return dropped
+    new = total - stored_before - dropped
+    logger.info(
+        "Job %s resumed: of %d samples of an earlier run %d were stored already, %d are stored now, %d have become too "
+        "stale or found no place; 0 lost, 0 doubled",
+        *(plan.job_id, total, stored_before, new, dropped),
+    )
+    return Resumed(total, stored_before, dropped)
 
 
 def _send_some(
     api_client: TokenFactory, plan: UploadPlan, left: Sequence[StampedSample]
-) -> tuple[Sequence[StampedSample], Sequence[StampedSample]]:
-    """Fill the open batch from `left`; returns what was sent and what is too stale by now."""
+) -> tuple[Sequence[StampedSample], Sequence[StampedSample], int]:
+    """Fill the open batch from `left`; returns what was sent, what is too stale by now, and how many had been stored."""
     jobs = api_client.v1alpha1.fine_tuning.jobs
     index = jobs.get_runtime_status(job_id=plan.job_id).filled_batches
     is_open = plan.num_batches is None or index < plan.num_batches
@@ -148,9 +165,12 @@ def _send_some(
     fitting = [sample for sample in left if plan.fits(sample, place)]
     stale = [sample for sample in left if not plan.fits(sample, place)]
     chunk = _within_bytes(fitting[: plan.batch_size - taken])
-    if chunk:
-        jobs.batches.submit_encoded(job_id=plan.job_id, batch_index=index, samples=[s.body for s in chunk])
-    return chunk, stale
+    if not chunk:
+        return chunk, stale, 0
+    bodies = [sample.body for sample in chunk]
+    batch = jobs.batches.submit_encoded(job_id=plan.job_id, batch_index=index, samples=bodies)
+    count = taken + len(chunk) if batch.sample_count is None else batch.sample_count
+    return chunk, stale, min(len(chunk), max(0, taken + len(chunk) - count))
 
 
 class Uploader(threading.Thread):

@@ -37,13 +37,16 @@ class StampedSample(NamedTuple):
     task_id: str
     version: int
     body: bytes
+    n_tokens: int
 
     @classmethod
     def from_json(cls, body: bytes) -> StampedSample:
         """Raises `pydantic.ValidationError` or `KeyError` for what no run has written."""
         sample = WireSample.model_validate_json(body)
         info = sample.debug_info
-        return cls(sample.id, str(info["task_id"]), int(info["starting_inference_version"]), body)
+        return cls(
+            sample.id, str(info["task_id"]), int(info["starting_inference_version"]), body, len(sample.token_ids)
+        )
 
     def to_wire(self) -> WireSample:
         return WireSample.model_validate_json(self.body)
@@ -55,10 +58,11 @@ class EncodedSample(NamedTuple):
     id: str
     head: bytes
     reported: int | None
+    n_tokens: int
 
     def stamp(self, task_id: str, version: int) -> StampedSample:
         body = b'%b"starting_inference_version":%d,"task_id":%b}}' % (self.head, version, _to_json(task_id))
-        return StampedSample(self.id, task_id, version, body)
+        return StampedSample(self.id, task_id, version, body, self.n_tokens)
 
 
 def encode_group(task_id: str, group: object, expected_size: int) -> list[EncodedSample]:
@@ -114,7 +118,7 @@ def _encode(where: str, sample: object) -> EncodedSample:
     }
     parts = _to_json(plain)[:-1], _digits(mask), _checked_debug_info(where, sample)
     head = b'%b,"mask":[%b],"debug_info":{%b' % parts
-    return EncodedSample(sample_id, head, reported_version([sample]))
+    return EncodedSample(sample_id, head, reported_version([sample]), len(token_ids))
 
 
 def _digits(mask: bytes) -> bytes:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import sys
 import threading
 import time
 import traceback
@@ -159,6 +160,13 @@ class WorkerPool:
             worker = self._busy.pop(attempt_id, None)
         if worker is not None:
             worker.executor.kill()
+
+    def stacks(self) -> dict[int, str]:
+        """Where each running attempt is, by its number: the stack of its thread."""
+        with self._lock:
+            busy = {attempt_id: worker.ident for attempt_id, worker in self._busy.items()}
+        frames = sys._current_frames()
+        return {n: "".join(traceback.format_stack(frames[ident])) for n, ident in busy.items() if ident in frames}
 
     def finish(self, worker: _Worker, outcome: Outcome) -> bool:
         """Called by workers; False tells the worker to end."""
