@@ -328,7 +328,7 @@ def test_upload_failure_hands_back_the_samples_and_the_spool_sends_them_later(se
     make_runner(spool_dir=tmp_path, num_batches=2).run()
     assert server.sizes() == {0: 4, 1: 4}
     assert set(unsent) <= server.ids
-    assert not list(tmp_path.glob("**/*.json"))
+    assert not list(tmp_path.glob("**/*.jsonl"))
 
 
 def test_a_refused_upload_ends_the_run_at_once(server, make_runner):

@@ -14,7 +14,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 from upweight.rollout.models import Task
@@ -65,7 +64,7 @@ class EventLoopPool:
         """Where each running attempt waits, by its number."""
         with self._lock:
             running = dict(self._running)
-        return {n: "".join(map(_frame_line, work.get_stack())) for n, work in running.items() if work is not None}
+        return {n: _stack_of(work.get_coro()) for n, work in running.items() if work is not None}
 
     def close(self, timeout: float) -> None:
         """Cancel what runs and end the loop; a rollout that ignores its cancellation is left after `timeout` s."""
@@ -122,5 +121,10 @@ class EventLoopPool:
             self._on_outcome(outcome)
 
 
-def _frame_line(frame: FrameType) -> str:
-    return "".join(traceback.format_stack(frame, limit=1))
+def _stack_of(waiting: Any) -> str:
+    """From the attempt down to what it awaits; a task's own stack is its outermost coroutine alone."""
+    lines: list[str] = []
+    while (frame := getattr(waiting, "cr_frame", None)) is not None:
+        lines += traceback.format_stack(frame, limit=1)
+        waiting = waiting.cr_await
+    return "".join(lines)

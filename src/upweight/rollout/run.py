@@ -130,7 +130,7 @@ class Run:
             self._group_log.close()
 
     def _feed(self, status: JobStatus) -> RunSummary:
-        spool = Spool(self._config.spool_dir, self._config.job_id)
+        self._spool = spool = Spool(self._config.spool_dir, self._config.job_id)
         plan = upload_plan(self._config, self._num_batches)
         with call_limits(cancelled=self._stopping):
             self._resumed = send_spooled(self._api, plan, spool)
@@ -139,7 +139,7 @@ class Run:
         self._filled, self._open_samples = divmod(position, plan.batch_size)
         self._scheduler = make_scheduler(self._config, self._num_batches, position, status)
         self._uploader = Uploader(self._api, plan, position, self._queue, spool, opened=opened)
-        self._cursor.rewind()
+        self._cursor.rewind(spool.task_numbers)
         self._feeder = DatasetFeeder(self._dataset, self._queue)
         self._tracker = JobStatusTracker(
             self._config.job_id,
@@ -379,9 +379,11 @@ class Run:
         ready = self._scheduler.get_ready_samples()
         if ready:
             self._watch.note_accepted()
-            self._uploader.put(ready)
+            self._spool.add(ready, self._numbers)
             for task_id in {sample.task_id for sample in ready}:
                 self._settle(task_id)
+            self._cursor.save()  # between spool and uploader: see the invariants of the cursor
+            self._uploader.put(ready)
         self._ledger.note_scheduled(self._scheduler, self._scheduler.get_dropped_groups())
 
     def _settle(self, task_id: str) -> None:

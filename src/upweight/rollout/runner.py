@@ -80,13 +80,25 @@ class RolloutRunner:
         self._show: Show = lambda progress: None
         self._stopped_by: str | None = None
         self._report_asked = threading.Event()
+        self._busy = threading.Lock()
         self._run: Run | None = None
 
     def run(self) -> RunSummary:
         """Feed the job until it is full, the data ends, or `stop()`, SIGINT or SIGTERM.
 
         May be called again: each call resumes from the server's state.
+
+        Raises:
+            RuntimeError: it is running already, in another thread.
         """
+        if not self._busy.acquire(blocking=False):
+            raise RuntimeError("this runner is already running; make another one for a second run at the same time")
+        try:
+            return self._run_once()
+        finally:
+            self._busy.release()
+
+    def _run_once(self) -> RunSummary:
         self._queue = Queue()
         self._progress = None
         run = Run(

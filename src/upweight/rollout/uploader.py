@@ -206,8 +206,7 @@ class Uploader(threading.Thread):
         self.staleness: Counter[int] = Counter()
 
     def put(self, samples: Sequence[StampedSample]) -> None:
-        """Take over samples; ready ones go together, also with those that come while an upload is under way."""
-        self._spool.add(samples)
+        """Take over samples, which are in the spool; ready ones go together, also with those that come meanwhile."""
         with self._changed:
             if not self._backlog:
                 self._waiting_since = time.monotonic()
