@@ -103,6 +103,7 @@ def test_create_sends_what_is_given(client, server):
 
 
 def test_required_nullable_fields_are_sent_as_null_and_secrets_as_text(client, server):
+    """Failure V1."""
     server.replies["POST", "/v1/fine_tuning/jobs"] = Reply(body=JOB_BODY)
     mlflow = {"tracking_uri": "u", "experiment_name": None, "run_name": None, "certificate_file": "c", "username": "n"}
     client.v1.fine_tuning.jobs.create(
@@ -118,6 +119,7 @@ def test_required_nullable_fields_are_sent_as_null_and_secrets_as_text(client, s
 
 
 def test_job_calls(client, server):
+    """Failure V2: a checkpoint without `result_files`."""
     jobs, path = client.v1.fine_tuning.jobs, "/v1/fine_tuning/jobs"
     event = {"id": "e", "created_at": 1, "level": "info", "message": "m", "object": "fine_tuning.job.event"}
     checkpoint = {
@@ -176,6 +178,7 @@ def test_files(client, server, tmp_path):
 
 
 def test_unknown_values_of_enums_are_kept_as_text() -> None:
+    """Failure V2."""
     assert rl_job.Batch.model_validate({"index": 0, "status": "filled"}).status is rl_job.BatchStatus.filled
     assert rl_job.Batch.model_validate({"index": 0, "status": "sealed"}).status == "sealed"
 

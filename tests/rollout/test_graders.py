@@ -44,6 +44,7 @@ def pool():
 def test_a_failing_grade_scores_zero_is_counted_and_named(
     pool: GraderPool, order: str, kind: str, said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Reports R1, R2, R4."""
     before = pool.counts
     with caplog.at_level(logging.WARNING):
         assert pool.grade(order, name="sample-17") == 0.0
@@ -56,6 +57,7 @@ def test_a_failing_grade_scores_zero_is_counted_and_named(
 
 
 def test_many_hanging_grades_leave_the_pool_at_its_size(pool: GraderPool) -> None:
+    """Report R3."""
     orders = ["sleep", "ok", "leave", "loop", "ok", "ok"]
     scores: dict[int, float] = {}
     threads = [

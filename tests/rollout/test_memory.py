@@ -1,4 +1,4 @@
-"""Field reports O1 to O5: what a run holds does not grow with what it has done."""
+"""Reports O1 to O5: what a run holds does not grow with what it has done."""
 
 from __future__ import annotations
 

@@ -70,6 +70,7 @@ def test_batches_are_opened_one_ahead_but_none_after_the_last(server, upload):
 
 
 def test_places_of_others_move_ours_and_drop_what_became_too_stale(server, upload):
+    """Failure D5."""
     server.faults = []
     thread = upload()
     server.put_samples(0, 4)
@@ -81,6 +82,7 @@ def test_places_of_others_move_ours_and_drop_what_became_too_stale(server, uploa
 
 
 def test_a_stored_upload_without_answer_is_not_taken_for_somebody_elses(server, upload):
+    """Failures D1, D5."""
     server.fail("/samples", 502, times=4, stored=True)
     thread = upload()
     first, rest = wire(1), wire(2)
@@ -110,6 +112,7 @@ def test_what_is_accepted_too_late_is_dropped(server, upload):
 
 
 def test_a_larger_count_moves_ours_up(server, upload):
+    """Failure D1."""
     thread = upload()
     server.put_samples(0, 1)
     thread.put(wire(2))
