@@ -160,6 +160,11 @@ def test_pages_are_followed_and_jobs_awaited(client, server):
     server.faults = [Fault("/jobs", Reply(body=next(pages))), Fault("/jobs", Reply(body=next(pages)))]
     assert [job.id for job in jobs.iterate()] == ["a", "b", "c"]
     assert [r.path for r in server.requests] == [path, f"{path}?after=b"]
+    point = {"id": "c", "created_at": 1, "fine_tuned_model_checkpoint": "x", "fine_tuning_job_id": "ft-1"}
+    point |= {"metrics": {}, "object": "fine_tuning.job.checkpoint", "step_number": 3}
+    replies = [Reply(body={"data": [{**point, "id": name}], "has_more": name == "c"}) for name in "cd"]
+    server.faults = [Fault("/checkpoints", reply) for reply in replies]
+    assert [c.id for c in jobs.checkpoints.iterate(job_id="ft-1")] == ["c", "d"]
     server.faults = [Fault("/ft-1", Reply(body=JOB_BODY), times=2)]
     server.replies["GET", f"{path}/ft-1"] = Reply(body={**JOB_BODY, "status": "failed"})
     assert jobs.wait(job_id="ft-1", poll_interval=0.01).status is fine_tuning.Status.failed
