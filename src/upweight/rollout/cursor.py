@@ -48,7 +48,7 @@ class DataCursor:
         self._next = 0
         self._marks: list[tuple[int, Any]] = []  # number of a draw's first task, state before it
         self._settled: set[int] = set()
-        self._is_dirty, self._is_new = False, True
+        self._is_dirty, self._is_new, self._is_told = False, True, False
 
     def rewind(self, spooled: Iterable[int] = ()) -> None:
         """Bring the dataset to the oldest task that is not settled. Called at the start of each run.
@@ -92,10 +92,21 @@ class DataCursor:
         if not self._is_dirty or self._file is None or (saved := self._saved()) is None:
             return
         self._is_dirty = False
-        self._file.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            text = json.dumps(saved)
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"the state of the dataset, {saved['state']!r}, is no JSON: {error}") from error
         part = self._file.with_suffix(".part")
-        part.write_text(json.dumps(saved), encoding="utf-8")
-        part.replace(self._file)
+        try:
+            part.parent.mkdir(parents=True, exist_ok=True)
+            part.write_text(text, encoding="utf-8")
+            part.replace(self._file)
+        except OSError as error:
+            if not self._is_told:
+                self._is_told = True
+                logger.warning(
+                    "The place in the data cannot be kept on disk; a later run would repeat tasks: %s", error
+                )
 
     def _forget(self) -> None:
         """Drop draws that are settled in full."""

@@ -23,7 +23,7 @@ from typing import Any
 
 from upweight.rollout.config import ExecutorType
 from upweight.rollout.event_loop import EventLoopPool, is_async
-from upweight.rollout.exceptions import RolloutTimeout, WorkerDied, WorkerPoolBroken, reason_of
+from upweight.rollout.exceptions import RolloutTimeout, WorkerDied, WorkerPoolBroken, in_words, reason_of
 from upweight.rollout.messages import Broken
 from upweight.rollout.models import RolloutException, RolloutResult, SampleGroup, Task
 from upweight.rollout.processes import InProcess, pickled_call
@@ -218,22 +218,18 @@ class RolloutDispatcher(threading.Thread):
         task, number, reasons = attempt.task, attempt.number, (*attempt.reasons, reason_of(error))
         if number < self._max_retries:
             delay = min(MAX_BACKOFF_S, self._backoff * 2**number) * random.uniform(0.8, 1.2)
-            logger.info("Task %s: attempt %d failed (%s); next in %.2f s", task.id, number + 1, _line(error), delay)
+            logger.info("Task %s: attempt %d failed (%s); next in %.2f s", task.id, number + 1, in_words(error), delay)
             retry = _Attempt(task, number + 1, reasons=reasons)
             heapq.heappush(self._delayed, (time.monotonic() + delay, next(self._ids), retry))
         elif self._raise:
             self._output.put(RolloutException(error, text, task, retries=number, reasons=reasons))
         else:
-            logger.warning("Task %s: failed after %d attempts (%s)", task.id, number + 1, _line(error))
+            logger.warning("Task %s: failed after %d attempts (%s)", task.id, number + 1, in_words(error))
             self._output.put(
                 RolloutResult(
                     task, SampleGroup(is_rejected=True), attempt.version, error=error, retries=number, reasons=reasons
                 )
             )
-
-
-def _line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
 
 
 def _executor_factory(call: RolloutCall, kind: ExecutorType, start_method: str) -> Callable[[], Executor]:

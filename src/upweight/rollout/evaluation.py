@@ -20,6 +20,7 @@ import httpx
 
 from upweight.api_client import APIError, NotFoundError
 from upweight.rollout.context import RolloutContext
+from upweight.rollout.exceptions import in_words
 from upweight.rollout.messages import Evaluated
 from upweight.rollout.models import Task
 from upweight.rollout.workers import InThread, Outcome, RolloutCall, WorkerPool
@@ -87,7 +88,7 @@ class Evaluator(threading.Thread):
             if outcome.error is None:
                 scores.append(outcome.result)
             else:
-                logger.warning("An evaluation task failed: %s: %s", type(outcome.error).__name__, outcome.error)
+                logger.warning("An evaluation task failed: %s", in_words(outcome.error))
         names = sorted({name for score in scores for name in score})
         return {name: fmean(float(score[name]) for score in scores if name in score) for name in names}
 

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 from upweight.rollout.models import Task
@@ -64,7 +66,8 @@ class EventLoopPool:
         """Where each running attempt waits, by its number."""
         with self._lock:
             running = dict(self._running)
-        return {n: _stack_of(work.get_coro()) for n, work in running.items() if work is not None}
+        now = sys._current_frames().get(self._thread.ident or 0)
+        return {n: _stack_of(work.get_coro(), now) for n, work in running.items() if work is not None}
 
     def close(self, timeout: float) -> None:
         """Cancel what runs and end the loop; a rollout that ignores its cancellation is left after `timeout` s."""
@@ -121,8 +124,10 @@ class EventLoopPool:
             self._on_outcome(outcome)
 
 
-def _stack_of(waiting: Any) -> str:
-    """From the attempt down to what it awaits; a task's own stack is its outermost coroutine alone."""
+def _stack_of(waiting: Any, now: FrameType | None) -> str:
+    """From the attempt down to what it awaits; of the one that runs, `now` is where its thread is."""
+    if now is not None and getattr(waiting, "cr_running", False):
+        return "".join(traceback.format_stack(now))
     lines: list[str] = []
     while (frame := getattr(waiting, "cr_frame", None)) is not None:
         lines += traceback.format_stack(frame, limit=1)

@@ -56,10 +56,18 @@ class RemoteError(RolloutError):
         return type(self), (str(self), self.reason)
 
 
+def in_words(error: BaseException) -> str:
+    """Type and text; some exceptions of others cannot even be shown."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # noqa: BLE001 (whatever a foreign `__str__` raises)
+        return f"{type(error).__name__} (its text cannot be shown)"
+
+
 def reason_of(error: BaseException) -> str:
     """A short code to count failures by: the problem of a bad result, else the type of the exception."""
     reason = getattr(error, "reason", None) if isinstance(error, RolloutError) else None
-    return reason or type(error).__name__
+    return reason if isinstance(reason, str) and reason else type(error).__name__
 
 
 class DatasetExhausted(RolloutError):

@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from upweight.rollout.exceptions import in_words
 from upweight.rollout.models import RolloutException, RolloutResult
 from upweight.rollout.validation import StampedSample
 
@@ -51,7 +52,7 @@ class GroupLog:
             "version": samples[0].version if samples else news.task.starting_inference_version,
             "retries": news.retries,
             "reasons": list(news.reasons),
-            "error": None if error is None else f"{type(error).__name__}: {error}",
+            "error": None if error is None else in_words(error),
         }
         bodies = b",".join(sample.body for sample in samples)
         try:
@@ -73,14 +74,21 @@ class GroupLog:
 def _as_json(facts: dict[str, Any]) -> bytes:
     try:
         return json.dumps(facts, default=_plain).encode()
-    except (TypeError, ValueError, RecursionError):  # a task with keys that are no text, or that holds itself
-        return json.dumps({**facts, "task": repr(facts["task"])}).encode()
+    except Exception:  # noqa: BLE001 (a task with keys that are no text, that holds itself, that does what it likes when looked at)
+        return json.dumps({**facts, "task": _shown(facts["task"])}).encode()
 
 
 def _plain(value: object) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    return repr(value)
+    return _shown(value)
+
+
+def _shown(value: object) -> str:
+    try:
+        return repr(value)
+    except Exception:  # noqa: BLE001 (whatever a foreign `__repr__` raises)
+        return f"<{type(value).__name__}>"
 
 
 def read_groups(path: Path) -> Iterator[dict[str, Any]]:

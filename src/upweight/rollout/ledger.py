@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from upweight.rollout.exceptions import RolloutTimeout
+from upweight.rollout.models import SampleID
 from upweight.rollout.summary import GroupCounts
+from upweight.rollout.validation import EncodedSample
 from upweight.schedulers import BaseRolloutScheduler, DroppedGroup
 
 logger = logging.getLogger(__name__)
+
+KEPT_IDS = 4096
 
 
 def fate_of(error: BaseException | None) -> str:
@@ -18,6 +22,32 @@ def fate_of(error: BaseException | None) -> str:
     if error is None:
         return "rejected"
     return "timed_out" if isinstance(error, RolloutTimeout) else "failed"
+
+
+class RecentIds:
+    """Tells ids that come again: a sample object that a rollout returns twice, or the same one for the whole group.
+
+    The server would take the second one for a repetition of the first. Only the latest ids are kept; such objects come often.
+    """
+
+    def __init__(self) -> None:
+        self._ids: dict[str, None] = {}
+        self._is_warned = False
+
+    def unique(self, samples: Sequence[EncodedSample]) -> list[EncodedSample]:
+        """The samples, those under a new id whose id is known."""
+        return [self._unique(sample) for sample in samples]
+
+    def _unique(self, sample: EncodedSample) -> EncodedSample:
+        if sample.id in self._ids:
+            if not self._is_warned:
+                self._is_warned = True
+                logger.warning("Sample %s was returned again; it counts as a new one with an id of its own", sample.id)
+            return sample._replace(id=SampleID.generate())
+        self._ids[sample.id] = None
+        if len(self._ids) > KEPT_IDS:
+            del self._ids[next(iter(self._ids))]
+        return sample
 
 
 class Ledger:

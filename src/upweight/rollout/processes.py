@@ -11,7 +11,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from upweight.rollout.exceptions import RemoteError, WorkerDied, WorkerPoolBroken
+from upweight.rollout.exceptions import RemoteError, WorkerDied, WorkerPoolBroken, in_words
 from upweight.rollout.models import Task
 from upweight.rollout.workers import Finished, RolloutCall
 
@@ -157,5 +157,5 @@ def _portable(error: BaseException) -> BaseException:
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:  # noqa: BLE001 (whatever a foreign class raises while being pickled)
-        return RemoteError(f"{type(error).__name__}: {error}", type(error).__name__)
+        return RemoteError(in_words(error), type(error).__name__)
     return error

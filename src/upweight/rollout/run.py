@@ -33,7 +33,7 @@ from upweight.rollout.evaluation import EvaluationSchedule, Evaluator
 from upweight.rollout.exceptions import DatasetExhausted, RolloutStalled, UploadFailed
 from upweight.rollout.feeder import DatasetFeeder
 from upweight.rollout.group_log import GroupLog
-from upweight.rollout.ledger import Ledger, fate_of
+from upweight.rollout.ledger import Ledger, RecentIds, fate_of
 from upweight.rollout.models import JobStatusUpdate, RolloutException, RolloutResult, Task
 from upweight.rollout.progress import in_words
 from upweight.rollout.setup import effective_batches, find_position, make_scheduler, upload_plan
@@ -45,6 +45,7 @@ from upweight.rollout.waits import WaitWatch
 
 logger = logging.getLogger(__name__)
 
+MAX_DRAW = 1024  # tasks asked for at once
 MAX_BACKLOG_BATCHES = 4  # unsent batches beyond which no rollout is started
 
 
@@ -74,7 +75,8 @@ class Run:
         report_asked: threading.Event | None = None,
     ) -> None:
         self._report_asked = report_asked or threading.Event()
-        self._api, self._config, self._rollout_fn, self._dataset = api_client, config, rollout_fn, dataset
+        self._api, self._rollout_fn, self._dataset = api_client, rollout_fn, dataset
+        self._config = config.model_copy()  # rollouts can reach the other one, and change it
         self._stopping, self._queue, self._publish = stopping, queue, publish
         self._began = time.monotonic()
         self._context = RolloutContext(config, api_client)
@@ -84,9 +86,11 @@ class Run:
         self._numbers: dict[str, int] = {}  # of tasks in flight or buffered
         self._requeues: Counter[int] = Counter()  # how often a task, by number, was put back
         self._ledger = Ledger()
+        self._recent_ids = RecentIds()
         self._counts = self._ledger.counts
         self._group_log = GroupLog(config.group_log, config.job_id)
         self._resumed = Resumed()
+        self._spool = Spool(None, config.job_id)
         self._dropped_samples = 0
         self._is_drawing = self._dataset_ended = False
         self._dataset_error: Exception | None = None
@@ -128,6 +132,7 @@ class Run:
         finally:
             self._context.close()
             self._group_log.close()
+            self._spool.close()
 
     def _feed(self, status: JobStatus) -> RunSummary:
         self._spool = spool = Spool(self._config.spool_dir, self._config.job_id)
@@ -272,7 +277,7 @@ class Run:
                 self._tasks.put(task)
         if wanted > len(starting) and not self._is_drawing and not self._is_source_dry:
             self._is_drawing = True
-            self._feeder.request(wanted - len(starting))
+            self._feeder.request(min(wanted - len(starting), MAX_DRAW))
 
     # -- news
 
@@ -323,7 +328,7 @@ class Run:
                 self._settle(task.id)
             self._hand_over()
             return
-        encoded = result.encoded or []
+        encoded = self._recent_ids.unique(result.encoded or [])
         reported = min((sample.reported for sample in encoded if sample.reported is not None), default=None)
         stamps = (reported, result.starting_inference_version, task.starting_inference_version)
         version = next(v for v in stamps if v is not None)

@@ -4,6 +4,8 @@ Invariants
 1. A group is on disk as a whole or not at all.
 2. A file's name tells the number of its task in the dataset (`upweight.rollout.cursor`), so that a task whose samples are here is
    not drawn again, even if the cursor was not saved any more.
+3. One run at a time uses the folder of a job.
+4. A disk that takes nothing more ends no run: what cannot be kept is told, and sent all the same.
 """
 
 from __future__ import annotations
@@ -12,13 +14,32 @@ import logging
 from collections.abc import Iterable, Mapping
 from itertools import groupby
 from pathlib import Path
+from typing import IO
 from urllib.parse import quote
 
 from pydantic import ValidationError
 
+from upweight.errors import RolloutError
 from upweight.rollout.validation import StampedSample
 
 logger = logging.getLogger(__name__)
+
+
+def _locked(path: Path) -> IO[bytes]:
+    """Raises `RolloutError` when another run holds it. Where the system has no such locks it holds nothing."""
+    file = path.open("wb")
+    try:
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except ImportError:
+        pass
+    except OSError:
+        file.close()
+        raise RolloutError(
+            f"spool_dir: {path.parent} is used by another run of this job; give each its own spool_dir"
+        ) from None
+    return file
 
 
 class Spool:
@@ -30,8 +51,16 @@ class Spool:
         self._unsent: dict[Path, int] = {}  # samples in a file that are not acknowledged
         self._next = 0
         self.task_numbers: set[int] = set()
+        self._lock: IO[bytes] | None = None
+        self._is_told = False
         if self._directory is not None:
             self._directory.mkdir(parents=True, exist_ok=True)
+            self._lock = _locked(self._directory / "lock")
+
+    def close(self) -> None:
+        """Let another run use the folder."""
+        if self._lock is not None:
+            self._lock.close()
 
     def load(self) -> list[StampedSample]:
         """What an earlier run left behind."""
@@ -58,7 +87,20 @@ class Spool:
             return
         for task_id, group in groupby(samples, key=lambda sample: sample.task_id):
             members = list(group)
-            file = self._directory / f"{self._next:012d}-{numbers.get(task_id, 'x')}-{quote(task_id, safe='')}.jsonl"
+            try:
+                self._write(members, numbers.get(task_id))
+            except OSError as error:
+                if not self._is_told:
+                    self._is_told = True
+                    logger.warning("Samples cannot be kept on disk and would die with this process: %s", error)
+
+    def _write(self, members: list[StampedSample], number: int | None) -> None:
+        if self._directory is not None:
+            task_id = members[0].task_id
+            file = (
+                self._directory
+                / f"{self._next:012d}-{'x' if number is None else number}-{quote(task_id, safe='')}.jsonl"
+            )
             part = file.with_suffix(".part")
             part.write_bytes(b"".join(sample.body + b"\n" for sample in members))
             part.replace(file)

@@ -53,15 +53,19 @@ class StampedSample(NamedTuple):
 
 
 class EncodedSample(NamedTuple):
-    """A checked sample. `head` is its JSON object without what ends `debug_info`; `reported`: the version that it tells."""
+    """A checked sample. `fields` is the inside of its JSON object but for the id and what ends `debug_info`.
+
+    `reported` is the version that it tells, None if it tells none.
+    """
 
     id: str
-    head: bytes
+    fields: bytes
     reported: int | None
     n_tokens: int
 
     def stamp(self, task_id: str, version: int) -> StampedSample:
-        body = b'%b"starting_inference_version":%d,"task_id":%b}}' % (self.head, version, _to_json(task_id))
+        parts = _to_json(self.id), self.fields, version, _to_json(task_id)
+        body = b'{"id":%b,%b"starting_inference_version":%d,"task_id":%b}}' % parts
         return StampedSample(self.id, task_id, version, body, self.n_tokens)
 
 
@@ -107,18 +111,16 @@ def _encode(where: str, sample: object) -> EncodedSample:
         _name_fault(where, sample)  # finds none if only the sum was too large
     if not n_trained:
         raise RolloutValidationError(f"{where}: no trainable token (the mask is all 0)", reason="no trainable token")
-    sample_id = str(sample.id)
     plain = {
         "object": "fine_tuning.rl_sample",
-        "id": sample_id,
         "token_ids": token_ids,
         "logprobs": logprobs,
         "normalized_reward": reward,
         "metadata": _checked_metadata(where, sample),
     }
-    parts = _to_json(plain)[:-1], _digits(mask), _checked_debug_info(where, sample)
-    head = b'%b,"mask":[%b],"debug_info":{%b' % parts
-    return EncodedSample(sample_id, head, reported_version([sample]), len(token_ids))
+    parts = _to_json(plain)[1:-1], _digits(mask), _checked_debug_info(where, sample)
+    fields = b'%b,"mask":[%b],"debug_info":{%b' % parts
+    return EncodedSample(_checked_id(where, sample), fields, reported_version([sample]), len(token_ids))
 
 
 def _digits(mask: bytes) -> bytes:
@@ -158,6 +160,12 @@ def _converted(where: str, field: str, values: Sequence[Any], convert: Any) -> l
         return list(map(convert, values))
     except (TypeError, ValueError, OverflowError) as error:
         raise RolloutValidationError(f"{where}: {field}: {error}", reason="wrong_type") from error
+
+
+def _checked_id(where: str, sample: Sample) -> str:
+    if not isinstance(sample.id, str) or not sample.id or not _is_unicode(sample.id):
+        raise RolloutValidationError(f"{where}: id {sample.id!r} must be a text", reason="id")
+    return str(sample.id)
 
 
 def _checked_metadata(where: str, sample: Sample) -> dict[str, str]:
