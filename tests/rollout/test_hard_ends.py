@@ -175,7 +175,7 @@ CLIENT = textwrap.dedent("""
 """)
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.ci) for seed in range(1, 6))])
 def test_a_killed_client_loses_nothing_and_doubles_nothing(seed: int, tmp_path: Path) -> None:
     """Failures D1, X10 and report P1: kill -9 again and again; each task of the data is trained on exactly once."""
     rng = random.Random(seed)
@@ -338,7 +338,7 @@ BAD_SAMPLES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("change", BAD_SAMPLES, ids=str)
+@pytest.mark.parametrize("change", BAD_SAMPLES, ids=map(str, range(len(BAD_SAMPLES))))
 def test_bad_values_never_reach_an_upload(server: Any, make_runner: Any, change: dict[str, Any]) -> None:
     """Failures X5, X6, D6: the group is a failed rollout whose message names sample and field."""
 
@@ -417,7 +417,9 @@ def test_a_dataset_that_gives_too_much_exceeds_no_budget(server: Any, make_runne
     assert sorted(seen) == list(range(10))
 
 
-@pytest.mark.parametrize("kind", [None, 5, "abc", {"a": 1}, {1}, (x for x in "abc")], ids=repr)
+@pytest.mark.parametrize(
+    "kind", [None, 5, "abc", {"a": 1}, {1}, (x for x in "abc")], ids=lambda kind: type(kind).__name__
+)
 def test_odd_datasets(server: Any, make_runner: Any, kind: Any) -> None:
     """What cannot be gone through is the dataset's error; anything that can is."""
 

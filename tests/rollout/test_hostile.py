@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from upweight.errors import RolloutError
-from upweight.rollout import RolloutRunner, RolloutStalled
+from upweight.rollout import DatasetExhausted, RolloutRunner
 from upweight.rollout import run as run_module
 from upweight.rollout.datasets import SequenceDataset
 from upweight.rollout.group_log import read_groups
@@ -231,10 +231,10 @@ def test_a_dataset_state_that_is_no_json_is_named(server: Any, make_runner: Any,
         make_runner(dataset=Odd(), spool_dir=tmp_path).run()
 
 
-def test_tasks_that_do_not_travel_stall_with_a_reason(server: Any, make_runner: Any) -> None:
-    dataset = SequenceDataset([threading.Lock()], epochs=None)
-    with pytest.raises(RolloutStalled, match=r"errors: \{'TypeError': \d+\}"):
-        make_runner(dataset=dataset, executor_type="process", no_progress_timeout=3.0).run()
+def test_tasks_that_do_not_travel_fail_with_a_reason(server: Any, make_runner: Any) -> None:
+    dataset = SequenceDataset([threading.Lock(), threading.Lock()])
+    with pytest.raises(DatasetExhausted, match=r"2 failed, errors: 2 × TypeError"):
+        make_runner(dataset=dataset, executor_type="process", max_concurrency=1).run()
 
 
 # -- disks

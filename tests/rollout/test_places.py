@@ -102,7 +102,7 @@ NOTEBOOK = textwrap.dedent("""
     from upweight.rollout.exceptions import WorkerPoolBroken
     def rollout(task, context):
         return helpers.rollout(task, context)
-    runner = RolloutRunner(TokenFactory(sys.argv[1], "k"), helpers.config(executor_type="process"), rollout,
+    runner = RolloutRunner(TokenFactory(sys.argv[1], "k"), helpers.config(executor_type="process", max_concurrency=1), rollout,
                            helpers.Counting())
     try:
         runner.run()
@@ -118,6 +118,7 @@ def test_a_function_that_workers_cannot_load_is_named(server: Any) -> None:
     assert "executor_type='thread'" in done.stdout
 
 
+@pytest.mark.ci
 def test_a_script_without_a_main_guard_is_told_so(server: Any, tmp_path: Path) -> None:
     script = tmp_path / "unguarded.py"
     script.write_text(NOTEBOOK)
@@ -134,7 +135,9 @@ def test_a_script_without_a_main_guard_is_told_so(server: Any, tmp_path: Path) -
 @pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
 def test_every_start_method_works_beside_live_threads(server: Any, make_runner: Any, method: str) -> None:
     """Failure W12 and "not confirmed": forking while threads and clients live."""
-    summary = make_runner(helpers.pid_rollout, executor_type="process", process_start_method=method).run()
+    summary = make_runner(
+        helpers.pid_rollout, executor_type="process", process_start_method=method, max_concurrency=2
+    ).run()
     assert summary.batches_filled == 3
     assert len({s["id"] for s in server.samples()}) == 12
     assert len({s["debug_info"]["pid"] for s in server.samples()}) <= 4
@@ -167,10 +170,13 @@ def Counter_of(server: Any) -> dict[float, int]:
 
 def test_workers_that_die_cost_their_rollouts_only(server: Any, make_runner: Any) -> None:
     """Failure H11: through `run()`, with retries and without."""
-    summary = make_runner(helpers.dying_rollout, executor_type="process", num_rollout_retries=1).run()
+    summary = make_runner(
+        helpers.dying_rollout, executor_type="process", num_rollout_retries=1, max_concurrency=1
+    ).run()
     assert (summary.batches_filled, summary.failed, summary.errors) == (3, 1, {"WorkerDied": 2})
-    with pytest.raises(WorkerPoolBroken, match=r"exit codes \[7, 7, 7, 7\]"):
-        make_runner(helpers.always_dying_rollout, executor_type="process", num_batches=9).run()
+    settings = {"executor_type": "process", "num_batches": 9, "max_concurrency": 1, "max_pool_restarts": 1}
+    with pytest.raises(WorkerPoolBroken, match=r"exit codes \[7, 7\]"):
+        make_runner(helpers.always_dying_rollout, **settings).run()
 
 
 class UnpicklableError(Exception):
@@ -185,10 +191,11 @@ def raises_unpicklable(task: int, context: Any) -> SampleGroup:
 
 
 def test_exceptions_that_do_not_travel_are_reported(server: Any, make_runner: Any) -> None:
-    summary = make_runner(raises_unpicklable, executor_type="process").run()
+    settings = {"executor_type": "process", "max_concurrency": 1}
+    summary = make_runner(raises_unpicklable, **settings).run()
     assert (summary.failed, summary.errors) == (1, {"UnpicklableError": 1})
     with pytest.raises(Exception, match="UnpicklableError: both") as caught:
-        make_runner(raises_unpicklable, executor_type="process", raise_on_rollout_failure=True, num_batches=9).run()
+        make_runner(raises_unpicklable, **settings, raise_on_rollout_failure=True, num_batches=9).run()
     assert "raises_unpicklable" in "".join(caught.value.__notes__)
 
 
