@@ -237,6 +237,35 @@ def test_tasks_that_do_not_travel_fail_with_a_reason(server: Any, make_runner: A
         make_runner(dataset=dataset, executor_type="process", max_concurrency=1).run()
 
 
+@pytest.mark.parametrize("error", [SystemExit(3), StopIteration(), KeyboardInterrupt()])
+def test_a_dataset_that_leaves_is_told(server: Any, make_runner: Any, error: BaseException) -> None:
+    """Failure X7, for whatever it raises."""
+
+    class Leaving(helpers.Counting):
+        def sample(self, n_samples: int) -> list[int]:
+            if self.served:
+                raise error
+            return super().sample(2)
+
+    with pytest.raises(type(error)):
+        make_runner(dataset=Leaving()).run()
+    assert server.sizes() == {0: 2}
+
+
+@pytest.mark.parametrize(
+    "result", [None, {"score": "high"}, {"score": float("nan")}, {1: 1.0}, {"score": [1]}, {"score": 10**400}], ids=str
+)
+def test_scores_of_any_shape_end_no_run(server: Any, api: Any, caplog: Any, result: Any) -> None:
+    def score(task: int, context: Any) -> Any:
+        return result if task == 0 else {"score": 1}
+
+    runner = RolloutRunner(
+        api, helpers.config(), helpers.rollout, helpers.Counting(), eval_dataset=[0, 1], eval_fn=score
+    )
+    assert runner.run().evaluations == {0: {"score": 1.0}, 3: {"score": 1.0}}
+    assert "gave no finite numbers by name" in caplog.text
+
+
 # -- disks
 
 

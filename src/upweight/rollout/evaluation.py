@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from itertools import count
+from math import isfinite
 from queue import Empty, Queue, SimpleQueue
 from statistics import fmean
 from typing import Any
@@ -85,10 +86,12 @@ class Evaluator(threading.Thread):
                 running -= self._give_up(running)
                 continue
             running.discard(outcome.attempt_id)
-            if outcome.error is None:
+            if outcome.error is not None:
+                logger.warning("An evaluation task failed: %s", in_words(outcome.error))
+            elif _is_score(outcome.result):
                 scores.append(outcome.result)
             else:
-                logger.warning("An evaluation task failed: %s", in_words(outcome.error))
+                logger.warning("An evaluation task gave no finite numbers by name, but %.200r", outcome.result)
         names = sorted({name for score in scores for name in score})
         return {name: fmean(float(score[name]) for score in scores if name in score) for name in names}
 
@@ -112,6 +115,15 @@ class Evaluator(threading.Thread):
             logger.info("Job %s: the server takes no metrics", job_id)
         except (APIError, httpx.HTTPError) as error:
             logger.warning("Job %s: metrics were not stored: %s", job_id, error)
+
+
+def _is_score(result: object) -> bool:
+    if not isinstance(result, Mapping):
+        return False
+    try:
+        return all(isinstance(name, str) and isfinite(value) for name, value in result.items())
+    except (TypeError, OverflowError):
+        return False
 
 
 class EvaluationSchedule:

@@ -93,7 +93,7 @@ class Run:
         self._spool = Spool(None, config.job_id)
         self._dropped_samples = 0
         self._is_drawing = self._dataset_ended = False
-        self._dataset_error: Exception | None = None
+        self._dataset_error: BaseException | None = None
         self._ended_as: str | None = None
         self._filled = self._open_samples = 0
         self._num_batches = config.num_batches
