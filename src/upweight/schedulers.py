@@ -223,8 +223,9 @@ class BaseRolloutScheduler(ABC):
         return self._position % self.config.batch_size
 
     @property
-    def in_flight_task_ids(self) -> list[str]:
-        return list(self._in_flight)
+    def n_in_flight(self) -> int:
+        """Tasks started and neither arrived nor removed."""
+        return len(self._in_flight)
 
     @property
     def buffered_groups(self) -> int:

@@ -454,6 +454,38 @@ def test_large_samples_go_in_several_requests(server: Any, make_runner: Any, mon
     assert len(sizes) <= 14
 
 
+def limited(server: FakeJobServer, max_bytes: int) -> None:
+    answer = server.answer
+
+    def limiting(request: Any) -> Reply:
+        return Reply(413, {"detail": "too large"}) if len(request.raw) > max_bytes else answer(request)
+
+    server.answer = limiting  # type: ignore[method-assign]
+
+
+def test_a_server_that_takes_less_at_once_gets_less(server: Any, make_runner: Any, tmp_path: Path) -> None:
+    """Failure W9: any server of the contract may have a bound of its own, also for what was spooled."""
+    server.batch_size = 32
+    settings = {"batch_size": 32, "num_batches": 2, "max_concurrency": 32, "allowed_staleness": None}
+    limited(server, 1000)  # a sample takes about 300 bytes
+    assert make_runner(**settings).run().batches_filled == 2
+    server.batches.clear()
+    server.ids.clear()
+    server.version = 0
+    fault = Fault("/samples", Reply(500, {}), times=10**6)
+    server.faults.append(fault)
+    with pytest.raises(UploadFailed):
+        make_runner(**settings, spool_dir=tmp_path, upload_timeout=0.1).run()
+    server.faults.clear()
+    summary = make_runner(**settings, spool_dir=tmp_path).run()
+    assert summary.resumed_samples >= 32
+    assert server.sizes() == {0: 32, 1: 32}
+    with FakeJobServer() as tiny, TokenFactory(tiny.url, "k") as api:
+        limited(tiny, 100)
+        with pytest.raises(UploadFailed, match="too large"):
+            RolloutRunner(api, helpers.config(), helpers.rollout, helpers.Counting()).run()
+
+
 def test_samples_wait_for_company_but_not_at_the_end(server: Any, make_runner: Any, monkeypatch: Any) -> None:
     """Failure W9: an eighth of a batch goes at once, less waits; the last ones of a run wait for nobody."""
     monkeypatch.setattr(uploader, "COLLECT_S", 30.0)
@@ -553,3 +585,43 @@ def test_a_hanging_evaluation_task_does_not_hold_the_run(server: Any, api: Any, 
     )
     assert runner.run().evaluations == {0: {"score": 2.0}, 3: {"score": 2.0}}
     assert "it does not count" in caplog.text
+
+
+def test_the_requests_of_a_run_are_those_of_the_contract(server: Any, make_runner: Any) -> None:
+    """`rollout-sdk.md` 3.8: ready, where it stands, open what is not open; none after the last batch."""
+    make_runner(max_concurrency=1).run()
+    calls = [(r.method, r.path.removeprefix("/v1alpha1/fine_tuning/jobs/job-1/")) for r in server.requests]
+    assert calls[:4] == [("GET", "status"), ("GET", "status"), ("GET", "batches/0"), ("POST", "batches")]
+    assert [r.body for r in server.requests if r.path.endswith("/batches")] == [{"index": n} for n in range(3)]
+    assert {path for method, path in calls if method == "POST"} == {
+        "batches",
+        *(f"batches/{n}/samples" for n in range(3)),
+    }
+    assert all(sample["object"] == "fine_tuning.rl_sample" for sample in server.samples())
+    fields = {"object", "id", "token_ids", "logprobs", "mask", "normalized_reward", "metadata", "debug_info"}
+    assert all(set(sample) == fields for sample in server.samples())
+
+
+def test_clients_of_a_run_are_closed_with_it(server: Any, make_runner: Any) -> None:
+    """Failure W5."""
+    seen: list[Any] = []
+
+    def rollout(task: int, context: Any) -> SampleGroup:
+        seen.append(context.openai_client)
+        return helpers.rollout(task, context)
+
+    make_runner(rollout).run()
+    assert len(set(map(id, seen))) == 1
+    assert seen[0].is_closed()
+
+
+def test_a_client_factory_that_does_not_travel_is_named_before_anything_starts(server: Any) -> None:
+    """Failure W12."""
+    import httpx
+
+    dataset = helpers.Counting()
+    with TokenFactory(server.url, "k", httpx_client_factory=lambda: httpx.Client()) as api:
+        runner = RolloutRunner(api, helpers.config(executor_type="process"), helpers.rollout, dataset)
+        with pytest.raises(TypeError, match="HTTP client factory"):
+            runner.run()
+    assert (dataset.served, server.requests) == (0, [])

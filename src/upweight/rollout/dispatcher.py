@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 from queue import Empty, Full, Queue, SimpleQueue
 from typing import Any
 
@@ -101,16 +102,20 @@ class RolloutDispatcher(threading.Thread):
         """Start nothing more, abandon what runs."""
         self._stopping.set()
 
-    def ages(self) -> dict[str, float]:
-        """Running task ids → seconds since their attempt started."""
+    @property
+    def n_running(self) -> int:
+        return len(self._running)
+
+    def oldest(self, most: int) -> dict[str, float]:
+        """The rollouts that run longest: task ids → seconds since their attempt started."""
         now = time.monotonic()
-        return {str(a.task.id): now - a.started for a in list(self._running.values())}
+        first = list(islice(self._running.values(), most))  # in the order of their starts, and at once
+        return {str(attempt.task.id): now - attempt.started for attempt in first}
 
     def stacks(self, most: int = 20) -> str:
         """Where the oldest running rollouts are, as text."""
         now, stacks = time.monotonic(), self._pool.stacks()
-        running = list(self._running.items())  # at once: the dispatcher's thread goes on
-        running.sort(key=lambda item: item[1].started)
+        running = list(self._running.items())  # in the order of their starts, and at once: this thread is another one
         parts = [
             f"{attempt.task.id}, attempt {attempt.number + 1}, {now - attempt.started:.0f} s:\n{stacks.get(number, '')}"
             for number, attempt in running[:most]

@@ -205,12 +205,12 @@ class Run:
         if self._ended_as is not None:
             return self._ended_as
         if self._uploader.backlog:
-            if not self._scheduler.in_flight_task_ids:
+            if not self._scheduler.n_in_flight:
                 self._uploader.hurry()
             return None
         if self._scheduler.is_all_finished and self._filled >= (self._num_batches or 0):
             return "all batches are filled"
-        if self._is_source_dry and not self._scheduler.in_flight_task_ids and not self._drawn:
+        if self._is_source_dry and not self._scheduler.n_in_flight and not self._drawn:
             return self._end_of_data()
         return None
 
@@ -406,12 +406,11 @@ class Run:
         if self._uploader.backlog:
             error = self._uploader.last_error
             parts.append(f"upload of {self._uploader.backlog} samples" + (f" (last error: {error})" if error else ""))
-        ages = self._dispatcher.ages()
-        if ages:
-            oldest = sorted(ages.items(), key=lambda item: -item[1])[:5]
-            parts.append(f"{len(ages)} rollouts ({', '.join(f'{name} {age:.0f} s' for name, age in oldest)})")
-        elif self._scheduler.in_flight_task_ids:
-            parts.append(f"retries of {len(self._scheduler.in_flight_task_ids)} rollouts")
+        if n_running := self._dispatcher.n_running:
+            oldest = self._dispatcher.oldest(5)
+            parts.append(f"{n_running} rollouts ({', '.join(f'{name} {age:.0f} s' for name, age in oldest.items())})")
+        elif self._scheduler.n_in_flight:
+            parts.append(f"retries of {self._scheduler.n_in_flight} rollouts")
         if self._is_drawing:
             parts.append("tasks from the dataset")
         if self._evaluation is not None and self._evaluation.pending is not None:
@@ -423,7 +422,7 @@ class Run:
         return "; ".join(parts)
 
     def _kind_of_wait(self) -> str:
-        if self._scheduler.in_flight_task_ids:
+        if self._scheduler.n_in_flight:
             return "rollouts"
         if self._uploader.backlog:
             return "uploads"
@@ -450,7 +449,7 @@ class Run:
         )
 
     def _snapshot(self, cause: str) -> RunProgress:
-        in_flight, buffered = len(self._scheduler.in_flight_task_ids), self._scheduler.buffered_groups
+        in_flight, buffered = self._scheduler.n_in_flight, self._scheduler.buffered_groups
         return RunProgress(
             counts=replace(self._counts, unfinished=in_flight + buffered),
             batches_filled=self._filled,
@@ -493,7 +492,7 @@ class Run:
         summary.dropped_lengths = dict(sorted(self._ledger.dropped_lengths.items()))
         summary.resumed_samples, summary.stored_before = self._resumed.samples, self._resumed.stored_before
         if hasattr(self, "_scheduler"):
-            summary.unfinished = len(self._scheduler.in_flight_task_ids) + self._scheduler.buffered_groups
+            summary.unfinished = self._scheduler.n_in_flight + self._scheduler.buffered_groups
             summary.surplus_samples = self._scheduler.surplus_samples
             summary.dropped_samples = self._dropped_samples
             summary.unsent_samples = self._uploader.backlog

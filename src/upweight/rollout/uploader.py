@@ -8,7 +8,7 @@ Invariants
    their places had been taken for somebody else's, these are given back.
 5. A batch is opened as soon as the one before is full, but none after the last.
 6. Samples wait at most COLLECT_S for others to travel with, and not at all once they are an eighth of a batch, close it, fill a
-   request of MAX_BYTES, or nothing else is coming (`hurry`).
+   request of MAX_BYTES (less where the server answers 413), or nothing else is coming (`hurry`).
 """
 
 from __future__ import annotations
@@ -99,13 +99,17 @@ def check_capacity(batch_size: int, batch: Batch) -> None:
         )
 
 
-def _within_bytes(samples: Iterable[StampedSample]) -> list[StampedSample]:
-    """The first ones, up to MAX_BYTES together, but at least one."""
+def _is_too_large(error: Exception) -> bool:
+    return isinstance(error, BadRequestError) and error.response is not None and error.response.status_code == 413
+
+
+def _within_bytes(samples: Iterable[StampedSample], max_bytes: int) -> list[StampedSample]:
+    """The first ones, up to `max_bytes` together, but at least one."""
     chunk: list[StampedSample] = []
     size = 0
     for sample in samples:
         size += len(sample.body)
-        if chunk and size > MAX_BYTES:
+        if chunk and size > max_bytes:
             break
         chunk.append(sample)
     return chunk
@@ -131,12 +135,15 @@ def send_spooled(api_client: TokenFactory, plan: UploadPlan, spool: Spool) -> Re
     left = spool.load()
     if not left:
         return Resumed()
-    total, stored_before, dropped = len(left), 0, 0
+    total, stored_before, dropped, max_bytes = len(left), 0, 0, MAX_BYTES
     logger.info("Job %s: %d samples of an earlier run are sent first", plan.job_id, total)
     while left:
         try:
-            sent, stale, known = _send_some(api_client, plan, left)
+            sent, stale, known = _send_some(api_client, plan, left, max_bytes)
         except (APIError, httpx.HTTPError) as error:
+            if _is_too_large(error) and max_bytes > 1:
+                max_bytes //= 2
+                continue
             unsent = [sample.to_wire() for sample in left]
             raise UploadFailed(f"Job {plan.job_id}: spooled samples were not sent: {error}", unsent) from error
         done = {sample.id for sample in [*sent, *stale]}
@@ -154,7 +161,7 @@ def send_spooled(api_client: TokenFactory, plan: UploadPlan, spool: Spool) -> Re
 
 
 def _send_some(
-    api_client: TokenFactory, plan: UploadPlan, left: Sequence[StampedSample]
+    api_client: TokenFactory, plan: UploadPlan, left: Sequence[StampedSample], max_bytes: int
 ) -> tuple[Sequence[StampedSample], Sequence[StampedSample], int]:
     """Fill the open batch from `left`; returns what was sent, what is too stale by now, and how many had been stored."""
     jobs = api_client.v1alpha1.fine_tuning.jobs
@@ -164,7 +171,7 @@ def _send_some(
     place = index * plan.batch_size + taken
     fitting = [sample for sample in left if plan.fits(sample, place)]
     stale = [sample for sample in left if not plan.fits(sample, place)]
-    chunk = _within_bytes(fitting[: plan.batch_size - taken])
+    chunk = _within_bytes(fitting[: plan.batch_size - taken], max_bytes)
     if not chunk:
         return chunk, stale, 0
     bodies = [sample.body for sample in chunk]
@@ -195,6 +202,7 @@ class Uploader(threading.Thread):
         self._opened = opened
         self._backlog: deque[StampedSample] = deque()
         self._backlog_bytes = 0
+        self._max_bytes = MAX_BYTES
         self._waiting_since = 0.0
         self._is_hurried = False
         self._uncertain: set[str] = set()
@@ -260,7 +268,7 @@ class Uploader(threading.Thread):
         return not self._stopping.is_set()
 
     def _is_worth_a_request(self) -> bool:
-        if self._stopping.is_set() or self._is_hurried or self._backlog_bytes >= MAX_BYTES:
+        if self._stopping.is_set() or self._is_hurried or self._backlog_bytes >= self._max_bytes:
             return True
         batch_size, n = self._plan.batch_size, len(self._backlog)
         return n * PARTS_OF_A_BATCH >= batch_size or n >= batch_size - self._position % batch_size
@@ -292,16 +300,22 @@ class Uploader(threading.Thread):
             self._note_count(batch, index, taken)
             return
         with self._changed:
-            chunk = _within_bytes(islice(self._backlog, self._plan.batch_size - taken))
+            chunk = _within_bytes(islice(self._backlog, self._plan.batch_size - taken), self._max_bytes)
         # Samples may have been accepted while the news of others' places was still under way to the scheduler.
         misfits = [sample for sample in chunk if not self._plan.fits(sample, self._position)]
         if misfits:
             self._drop(misfits, 0)
             return
+        bodies = [sample.body for sample in chunk]
         try:
-            bodies = [sample.body for sample in chunk]
             batch = batches.submit_encoded(job_id=self._plan.job_id, batch_index=index, samples=bodies)
         except (APIError, httpx.HTTPError) as error:
+            if _is_too_large(error) and len(chunk) > 1:
+                self._max_bytes = sum(map(len, bodies)) // 2
+                logger.info(
+                    "Job %s: the server takes no %d samples at once; fewer are sent", self._plan.job_id, len(chunk)
+                )
+                return
             if not _is_conflict(error):
                 self._uncertain.update(sample.id for sample in chunk)
                 raise
