@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import tenacity
 
@@ -87,6 +88,8 @@ SCRIPT = textwrap.dedent("""
         settings["raise_on_rollout_failure"] = True
     if "process" in sys.argv[2:]:
         settings["executor_type"] = "process"
+    if "fork" in sys.argv[2:]:
+        settings["process_start_method"] = "fork"
     if __name__ == "__main__":
         api = TokenFactory(sys.argv[1], "k")
         print("running", flush=True)
@@ -152,6 +155,20 @@ def test_an_error_ends_the_process_whatever_other_rollouts_do(server: Any, tmp_p
 
 
 # -- kills
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_worker_processes_do_not_outlive_a_killed_run(server: Any, tmp_path: Path, method: str) -> None:
+    """Failure W3: also what hangs inside them ends."""
+    process = start_script(tmp_path, server.url, "process", method)
+    while len(server.samples()) < 2:
+        time.sleep(0.02)
+    workers = psutil.Process(process.pid).children(recursive=True)
+    assert len(workers) >= 2
+    process.kill()
+    process.communicate(timeout=10)
+    _, alive = psutil.wait_procs(workers, timeout=10)
+    assert [p for p in alive if p.status() != psutil.STATUS_ZOMBIE] == []
 
 
 CLIENT = textwrap.dedent("""

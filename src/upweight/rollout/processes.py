@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import pickle
 import signal
 import threading
@@ -117,6 +118,7 @@ class InProcess:
 def child_main(pipe: Connection, payload: bytes) -> None:
     """Loop of a child: ends when the parent closes the pipe or dies."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     # Such processes may have no children, but a grader pool needs some; they end when this process does.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     try:
@@ -131,6 +133,14 @@ def child_main(pipe: Connection, payload: bytes) -> None:
         except EOFError:
             return
         pipe.send(attempt(call, task))
+
+
+def _end_with_parent() -> None:
+    """A rollout that hangs must not outlive a run that was killed."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def attempt(call: RolloutCall, task: Task[Any]) -> tuple[Finished | None, BaseException | None, str]:
