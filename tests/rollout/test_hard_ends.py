@@ -77,6 +77,8 @@ SCRIPT = textwrap.dedent("""
 
     def hang(task, context):
         if task == 0:
+            if "process" in sys.argv[2:]:
+                print("hanging", flush=True)
             time.sleep(60)
         if "raise" in sys.argv[2:]:
             raise KeyError("the end")
@@ -161,8 +163,8 @@ def test_an_error_ends_the_process_whatever_other_rollouts_do(server: Any, tmp_p
 def test_worker_processes_do_not_outlive_a_killed_run(server: Any, tmp_path: Path, method: str) -> None:
     """Failure W3: also what hangs inside them ends."""
     process = start_script(tmp_path, server.url, "process", method)
-    while len(server.samples()) < 2:
-        time.sleep(0.02)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "hanging\n"
     workers = psutil.Process(process.pid).children(recursive=True)
     assert len(workers) >= 2
     process.kill()
