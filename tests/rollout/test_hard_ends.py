@@ -194,6 +194,9 @@ CLIENT = textwrap.dedent("""
 """)
 
 
+IMPORTS_END = "from upweight.rollout.models import SampleGroup\n"
+
+
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.ci) for seed in range(1, 6))])
 def test_a_killed_client_loses_nothing_and_doubles_nothing(seed: int, tmp_path: Path) -> None:
     """Failures D1, X10 and report P1: kill -9 again and again; each task of the data is trained on exactly once."""
@@ -226,6 +229,40 @@ def test_a_killed_client_loses_nothing_and_doubles_nothing(seed: int, tmp_path: 
         tasks = sorted(int(sample["metadata"]["task"]) for sample in server.samples())
         assert len({sample["id"] for sample in server.samples()}) == 240
         assert tasks == sorted([*range(120), *range(120)])  # each with its group of two
+
+
+DIES = {
+    "after a group was spooled": """
+from upweight.rollout.cursor import DataCursor
+def save(self, save=DataCursor.save, calls=iter(range(999))):
+    os._exit(9) if self._is_dirty and next(calls) == 3 else save(self)
+DataCursor.save = save
+""",
+    "after a group was stored": """
+from upweight.rollout.uploader import Uploader
+def put(self, samples, put=Uploader.put, calls=iter(range(999))):
+    put(self, samples)
+    if next(calls) == 4:
+        while self.backlog:
+            self.hurry()
+            time.sleep(0.01)
+        os._exit(9)
+Uploader.put = put
+""",
+}
+
+
+@pytest.mark.parametrize("when", DIES)
+def test_a_client_that_dies_between_two_steps_repeats_no_task(server: Any, tmp_path: Path, when: str) -> None:
+    """Report P1: spool, then cursor, then upload; a death after each of them."""
+    server.batch_size = 8
+    command = [sys.executable, "-c", f"import os\n{CLIENT.replace(IMPORTS_END, IMPORTS_END + DIES[when])}"]
+    died = subprocess.run([*command, server.url, str(tmp_path)], cwd=ROOT, timeout=60, check=False)
+    assert died.returncode == 9
+    done = subprocess.run([sys.executable, "-c", CLIENT, server.url, str(tmp_path)], cwd=ROOT, timeout=60, check=True)
+    assert done.returncode == 0
+    tasks = sorted(int(sample["metadata"]["task"]) for sample in server.samples())
+    assert tasks == sorted([*range(120), *range(120)])
 
 
 def test_the_counts_of_a_resumption_are_told(server: Any, make_runner: Any, tmp_path: Path, caplog: Any) -> None:
