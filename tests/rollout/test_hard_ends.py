@@ -130,6 +130,45 @@ def test_sigusr1_logs_a_report_and_the_run_goes_on(server: Any, tmp_path: Path) 
     assert "time.sleep(60)" in err
 
 
+def test_a_signal_ends_the_wait_for_a_job_that_does_not_serve(server: Any, tmp_path: Path) -> None:
+    server.version = None
+    process = start_script(tmp_path, server.url)
+    while server.count("GET", "/status") < 3:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=10)
+    assert (process.returncode, out) == (0, "stopped by SIGTERM\n")
+
+
+def test_closing_the_api_client_in_the_middle_ends_the_run(server: Any, api: Any, make_runner: Any) -> None:
+    """Failure C8: by the error that says so, wherever it strikes first."""
+
+    def rollout(task: int, context: Any) -> SampleGroup:
+        if task == 6:
+            api.close()
+        return helpers.rollout(task, context)
+
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match="client is closed"):
+        make_runner(rollout, num_batches=None).run()
+    assert time.monotonic() - began < 6
+
+
+def test_answers_with_the_least_that_the_contract_asks_for(server: Any, make_runner: Any) -> None:
+    """A server may leave out status and count of a batch, and tell more than we know."""
+    answer = server.answer
+
+    def terse(request: Any) -> Reply:
+        reply = answer(request)
+        if reply.status == 200 and "batches" in request.path:
+            return Reply(body={"index": reply.body["index"], "sample_count": None, "news": [1]})
+        return reply
+
+    server.answer = terse
+    assert make_runner().run().batches_filled == 3
+    assert server.sizes() == {0: 4, 1: 4, 2: 4}
+
+
 def test_a_second_sigint_interrupts_what_the_first_one_waits_for(server: Any, tmp_path: Path) -> None:
     """Failure H10: KeyboardInterrupt stops a run cleanly; an impatient one stops it at once."""
     process = start_script(tmp_path, server.url)
