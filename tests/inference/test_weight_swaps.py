@@ -2,6 +2,8 @@
 
 import logging
 import threading
+import time
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -42,12 +44,13 @@ class Running:
         self.outputs.append(output)
         self.ended.set()
 
-    def swap(self, params: Params, version: int) -> GenerationOutput:
-        """The output of the request that lived when the swap was asked for."""
+    def swap(self, params: Params, version: int, meanwhile: Callable[[], object] = lambda: None) -> GenerationOutput:
+        """The output of the request that lived when the swap was asked for; `meanwhile` is called before it goes on."""
         swapping = threading.Thread(target=self.engine.set_weights, args=(params, version))
         swapping.start()
-        while not self.engine._orders:
-            pass
+        while not self.engine._orders:  # the engine stands still: what is ordered stays there
+            time.sleep(0.001)
+        meanwhile()
         self.hold.set()
         swapping.join(60)
         assert not swapping.is_alive()
@@ -94,12 +97,11 @@ def test_drain_lets_rows_finish_and_admits_nothing_meanwhile(model: LoadedModel)
         late.append(output)
         done.set()
 
-    waiting = threading.Thread(target=run.swap, args=(changed(model), 1))
-    waiting.start()
-    while not run.engine._orders:
-        pass
-    run.engine.submit([1, 2, 3], SamplingParams(max_tokens=3, ignore_eos=True), end)
-    waiting.join(60)
+    run.swap(
+        changed(model),
+        1,
+        meanwhile=lambda: run.engine.submit([1, 2, 3], SamplingParams(max_tokens=3, ignore_eos=True), end),
+    )
     assert done.wait(60)
     assert run.outputs[0].token_versions == [0] * 60
     assert late[0].token_versions == [1] * 3
