@@ -1,9 +1,11 @@
 """Every family through the engine (chunked prefill, decode, preemption) and through the trainer (packed rows, LoRA)."""
 
+import json
+
 import numpy as np
 import pytest
 
-from tests.models.golden import WHOLE, load_golden, outputs, rows, tolerances
+from tests.models.golden import DATA, WHOLE, load_golden, outputs, rows, tolerances
 from tests.training.batch_makers import make_batch
 from upweight.inference import InferenceScheduler
 from upweight.inference.engine import Engine
@@ -13,7 +15,7 @@ from upweight.inference.types import GenerationOutput, SamplingParams
 from upweight.online.load_check import check_loaded
 from upweight.ops.samples import TrainBatch
 from upweight.training.policy_trainer import PolicyTrainer
-from upweight.training.settings import LoraSettings, PolicySettings
+from upweight.training.settings import PRESETS, LoraSettings, PolicySettings
 from upweight.weights.loading import LoadedModel
 
 GREEDY = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
@@ -58,16 +60,21 @@ def batch_of(prompts: list[list[int]], outputs: list[GenerationOutput], version:
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_the_packed_rows_of_the_trainer(name: str) -> None:
-    golden = outputs(name)
+    """Equal advantages of 1 and a token mean: the gradient is that of the mean −log p, whose norm is known."""
+    golden, grads = outputs(name), json.loads((DATA / name / "golden_grads.json").read_text())
     samples = [(row[:1], row[1:]) for row in rows(name)]
-    batch = make_batch(samples, [0.5, -1.0, 0.25])
+    batch = make_batch(samples, [1.0, 1.0, 1.0])
     batch.logprobs[batch.mask > 0] = np.concatenate(
         [golden["logprobs"][b, : len(answer)] for b, (_, answer) in enumerate(samples)]
     )
     model = load_golden(name)
-    report = PolicyTrainer(model.config, model.params, PolicySettings()).train(batch)
+    settings = PolicySettings(algorithm="bnpo", preset=PRESETS["bnpo"], correction="none")
+    report = PolicyTrainer(model.config, model.params, settings).train(batch)
     assert report.metrics["mismatch_max"] < tolerances(name)["logprobs_atol"]
     assert report.metrics["on_policy_tokens"] == 30
+    assert report.metrics["grad_norm"] == pytest.approx(
+        grads["global_grad_norm"], rel=tolerances(name)["grad_norm_rtol"]
+    )
 
 
 @pytest.mark.parametrize("name", ["qwen2", "gemma3"])
