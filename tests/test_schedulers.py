@@ -142,6 +142,7 @@ def test_dropless_trace_straggler():
 
 
 def test_dropless_trace_single_places():
+    """Failure D2: no arrival overtakes a buffered group."""
     s = make(1, 0)
     s.set_inference_version(0)
     start(s, "t0")
@@ -151,6 +152,7 @@ def test_dropless_trace_single_places():
 
 
 def test_removing_the_straggler_releases_buffered_groups():
+    """Failure D3."""
     s = make(1, 0)
     s.set_inference_version(0)
     start(s, "t0")
@@ -188,6 +190,7 @@ def test_strict_on_policy_after_an_odd_resumption_cuts_the_closing_group():
 
 @pytest.mark.parametrize("drop", [False, True])
 def test_budget_on_resumption(drop):
+    """Failures W2, X1: samples that are there already are not needed."""
     s = make(4, 5, G=2, N=3, b=1, present=2, drop=drop)
     s.set_inference_version(0)
     assert s.get_num_rollouts_to_spawn() == 6
@@ -198,6 +201,7 @@ def test_budget_on_resumption(drop):
 
 
 def test_a_rejected_task_gives_its_budget_back():
+    """Failure H1."""
     s = make(2, None, N=1)
     s.set_inference_version(0)
     start(s, *"ab")
@@ -209,6 +213,7 @@ def test_a_rejected_task_gives_its_budget_back():
 
 
 def test_group_straddles_the_boundary_and_the_last_one_is_cut():
+    """Failure H4."""
     s = make(4, 1, G=2, N=2, present=3)
     s.set_inference_version(0)
     assert s.get_num_rollouts_to_spawn() == 5
@@ -221,6 +226,7 @@ def test_group_straddles_the_boundary_and_the_last_one_is_cut():
 
 
 def test_errors():
+    """Failures S2, X4."""
     s = make(4, 0, G=2)
     assert s.get_num_rollouts_to_spawn() == 0
     with pytest.raises(RuntimeError, match="set only once"):
@@ -269,7 +275,7 @@ def staleness_breaches(s, first_place, ready_versions):
     data=st.data(),
 )
 def test_random_runs_end_full_and_within_the_bound(seed, groups, G, S, drop, N, P, reject, rollback, data):
-    """Random arrivals, rejections, version jumps, rollbacks and resumption: exactly N full batches, bound kept."""
+    """Failures D2, H1, H2 and report A3: any order of arrivals, removals, resumptions and version jumps."""
     B, P = groups * G, max(P, G)
     b = data.draw(st.integers(0, N - 1))
     present = data.draw(st.integers(0, B - 1))
@@ -316,3 +322,22 @@ def test_random_runs_end_full_and_within_the_bound(seed, groups, G, S, drop, N, 
         assert s.dropped_groups == 0
     if (S is not None and S >= 0) or present == 0:
         assert s.surplus_samples < G or drop
+
+
+@pytest.mark.parametrize(("S", "drop"), [(None, False), (0, True), (0, False), (-1, False)])
+def test_before_a_version_is_known_nothing_is_started(S, drop):
+    """Failure S2: all policies alike."""
+    s = make(4, S, G=2, drop=drop)
+    assert s.get_num_rollouts_to_spawn() == 0
+    with pytest.raises(RuntimeError, match="Inference version must be set"):
+        start(s, "a")
+
+
+@pytest.mark.parametrize(("S", "drop"), [(None, False), (0, True), (0, False)])
+def test_beyond_the_last_batch_is_finished_too(S, drop):
+    """Failure H3."""
+    s = make(4, S, N=2, drop=drop, b=5)
+    s.set_inference_version(5)
+    assert s.is_all_finished
+    assert s.is_spawning_finished
+    assert s.get_num_rollouts_to_spawn() <= 0

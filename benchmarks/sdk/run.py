@@ -1,6 +1,7 @@
 """Samples per second of the rollout SDK with a rollout function that does nothing, beside the floor measured in the same run.
 
     python -m benchmarks.sdk.run [--samples 20000] [--tokens 512] [--modes floor,thread,async] [--profile]
+    python -m benchmarks.sdk.run --samples 200000 --flat 32    # ends with 1 if a run grew by more than 32 MB after its first fifth
 
 Each measurement runs in a process of its own against a server in another one; the result is JSON on standard output. The floor
 is one bare `httpx.Client` posting the same bytes, `batch_size` samples a request.
@@ -18,17 +19,18 @@ import resource
 import subprocess
 import sys
 import time
+from statistics import median
 from typing import Any
 
 import httpx
 
 from upweight.api_client import TokenFactory
-from upweight.api_client.models.rl_job import UploadSamplesRequest
 from upweight.rollout import RolloutConfig, RolloutRunner
 from upweight.rollout.models import Sample, SampleGroup
-from upweight.rollout.validation import to_wire
+from upweight.rollout.validation import encode_group
 
 GROUP, BATCH = 8, 512
+SETTLED = 0.2  # share of a run after which its memory should not grow
 
 
 def make_group(n_tokens: int) -> list[dict[str, Any]]:
@@ -54,9 +56,22 @@ def memory_bytes() -> int:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+def memory_figures(memory: list[int]) -> dict[str, Any]:
+    """Resident megabytes after each tenth of the batches, and the growth of the median from the first settled tenth to the last."""
+    n = len(memory) - 1
+    tenth = max(1, n // 10)
+    settled = memory[int(n * SETTLED) :]
+    growth = median(settled[-tenth:]) - median(settled[:tenth])
+    return {
+        "resident_mb": {f"{10 * i} %": round(memory[n * i // 10] / 1e6, 1) for i in range(11)},
+        "growth_mb": round(growth / 1e6, 1),
+    }
+
+
 def measure_floor(url: str, samples: int, tokens: int) -> dict[str, Any]:
-    one = [to_wire(Sample(**fields), task_id="task", version=0) for fields in make_group(tokens)]
-    body = UploadSamplesRequest(samples=[one[i % GROUP] for i in range(BATCH)]).model_dump_json().encode()
+    group = SampleGroup(samples=[Sample(**fields) for fields in make_group(tokens)])
+    one = [sample.stamp("task", 0).body for sample in encode_group("task", group, GROUP)]
+    body = b'{"samples":[%b]}' % b",".join(one[i % GROUP] for i in range(BATCH))
     with httpx.Client(timeout=60) as client:
         target = f"{url}/v1alpha1/fine_tuning/jobs/job/batches/0/samples"
         headers = {"Content-Type": "application/json"}
@@ -112,11 +127,7 @@ def measure_sdk(url: str, samples: int, tokens: int, mode: str) -> dict[str, Any
         "samples_per_second": n * BATCH / seconds,
         "cpu_ms_per_sample": 1000 * cpu_seconds / (n * BATCH),
         "uploads_per_batch": counts["uploads"] / n,
-        "resident_mb": {
-            f"after {index * 100 // max(1, n)} %": round(memory[index] / 1e6, 1)
-            for index in sorted({0, n // 4, n // 2, 3 * n // 4, n})
-            if index < len(memory)
-        },
+        **memory_figures(memory),
         "peak_resident_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000, 1),
         "waited": summary.waited,
     }
@@ -143,6 +154,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=20_000)
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--modes", default="floor,thread,async")
+    parser.add_argument("--flat", type=float, metavar="MB", help="fail when the memory of a run grew by more than this")
     parser.add_argument("--profile", action="store_true", help="where the time of each thread goes, on standard error")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--url", help=argparse.SUPPRESS)
@@ -169,6 +181,11 @@ def main() -> None:
     place = {"python": platform.python_version(), "cpus": os.cpu_count(), "load": os.getloadavg()[0]}
     settings = {"samples": args.samples, "tokens": args.tokens, "batch_size": BATCH, "group_size": GROUP}
     print(json.dumps({"settings": settings, "machine": place, "results": results}, indent=1))
+    grown = [
+        mode for mode, result in results.items() if args.flat is not None and result.get("growth_mb", 0) > args.flat
+    ]
+    if grown:
+        sys.exit(f"memory grew by more than {args.flat} MB in: {', '.join(grown)}")
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ __all__ = [
     "BaseRolloutScheduler",
     "DropStaleRolloutScheduler",
     "DroplessRolloutScheduler",
+    "DroppedGroup",
     "GroupSizeError",
     "RolloutSchedulerConfig",
     "create_rollout_scheduler",
@@ -47,6 +48,14 @@ class HasId(Protocol):
 
 class GroupSizeError(AssertionError):
     """A sample group does not hold exactly G samples."""
+
+
+@dataclass(frozen=True)
+class DroppedGroup:
+    """`staleness`: of the group in the batch that was being filled when it was dropped."""
+
+    staleness: int
+    samples: Sequence[Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +79,9 @@ class BaseRolloutScheduler(ABC):
         self._initialised = False
         self._version: int | None = None
         self._in_flight: dict[str, int] = {}
+        self._flying: Counter[int] = Counter()  # groups in flight by version, so that thousands cost nothing
         self._ready: list[Any] = []
+        self._dropped: list[DroppedGroup] = []
         self.accepted_groups = 0
         self.dropped_groups = 0
         self.surplus_groups = 0
@@ -122,6 +133,7 @@ class BaseRolloutScheduler(ABC):
         ):
             raise RuntimeError(f"Got more tasks than allowed: {len(added)} tasks, budget {budget} samples")
         self._in_flight.update((task.id, self._version) for task in added)
+        self._flying[self._version] += len(added)
 
     def set_task_version(self, task_id: str, version: int) -> None:
         """Replace the stamp of a task in flight by the version its samples really come from.
@@ -131,7 +143,9 @@ class BaseRolloutScheduler(ABC):
         """
         if task_id not in self._in_flight:
             raise KeyError(task_id)
+        self._land(task_id)
         self._in_flight[task_id] = version
+        self._flying[version] += 1
 
     def remove_task(self, task_id: str) -> None:
         """Forget a rejected or failed task; its budget is given back.
@@ -139,7 +153,7 @@ class BaseRolloutScheduler(ABC):
         Raises:
             KeyError: if the task is not in flight.
         """
-        del self._in_flight[task_id]
+        self._land(task_id)
         self._release()
 
     def add_sample_group(self, task_id: str, samples: Sequence[Any]) -> None:
@@ -151,7 +165,7 @@ class BaseRolloutScheduler(ABC):
         """
         if len(samples) != self._group:
             raise GroupSizeError(f"Task {task_id}: expected {self._group} samples in the group, got {len(samples)}")
-        version = self._in_flight.pop(task_id)
+        version = self._land(task_id)
         if self.is_all_finished:
             self._count_surplus()
         else:
@@ -181,6 +195,11 @@ class BaseRolloutScheduler(ABC):
         ready, self._ready = self._ready, []
         return ready
 
+    def get_dropped_groups(self) -> list[DroppedGroup]:
+        """The groups dropped as too stale since the last call."""
+        dropped, self._dropped = self._dropped, []
+        return dropped
+
     @property
     def is_spawning_finished(self) -> bool:
         budget = self._remaining_budget()
@@ -204,8 +223,9 @@ class BaseRolloutScheduler(ABC):
         return self._position % self.config.batch_size
 
     @property
-    def in_flight_task_ids(self) -> list[str]:
-        return list(self._in_flight)
+    def n_in_flight(self) -> int:
+        """Tasks started and neither arrived nor removed."""
+        return len(self._in_flight)
 
     @property
     def buffered_groups(self) -> int:
@@ -256,8 +276,11 @@ class BaseRolloutScheduler(ABC):
         needed = self._needed()
         if needed is None:
             return None
-        coming = sum(map(self._counts_for_budget, self._in_flight.values())) + self.buffered_groups
+        coming = self._useful_flights() + self.buffered_groups
         return needed - coming * self._group
+
+    def _useful_flights(self) -> int:
+        return sum(count for version, count in self._flying.items() if self._counts_for_budget(version))
 
     def _position_after_group(self) -> int:
         end = self._position + self._group
@@ -301,6 +324,18 @@ class BaseRolloutScheduler(ABC):
         self.accepted_groups += 1
         self._position = end
 
+    def _land(self, task_id: str) -> int:
+        """Take a task out of flight; returns its version."""
+        version = self._in_flight.pop(task_id)
+        self._flying[version] -= 1
+        if not self._flying[version]:
+            del self._flying[version]
+        return version
+
+    def _drop(self, version: int, samples: Sequence[Any]) -> None:
+        self.dropped_groups += 1
+        self._dropped.append(DroppedGroup(self.current_batch_index - 1 - version, samples))
+
     def _count_surplus(self) -> None:
         self.surplus_groups += 1
         self.surplus_samples += self._group
@@ -320,13 +355,12 @@ class DropStaleRolloutScheduler(BaseRolloutScheduler):
     """Accepts in order of arrival and drops groups beyond the bound; starts nothing that could only be dropped."""
 
     def _policy_limit(self, version: int) -> int:
-        acceptable = sum(map(self._counts_for_budget, self._in_flight.values()))
-        usable = self._places_through(version, self._position) - acceptable * self._group
+        usable = self._places_through(version, self._position) - self._useful_flights() * self._group
         return min(self._parallel_room, usable)
 
     def _arrive(self, version: int, samples: Sequence[Any]) -> None:
         if self._is_too_stale(version):
-            self.dropped_groups += 1
+            self._drop(version, samples)
         else:
             self._place(samples)
 
@@ -364,7 +398,7 @@ class DroplessRolloutScheduler(BaseRolloutScheduler):
             if self.is_all_finished:
                 self._count_surplus()
             elif self._is_too_stale(version):
-                self.dropped_groups += 1  # only after places were taken by somebody else
+                self._drop(version, samples)  # only after places were taken by somebody else
             elif self._leaves_room_for_older(version):
                 self._place(samples)
             else:
@@ -385,7 +419,7 @@ class DroplessRolloutScheduler(BaseRolloutScheduler):
 
     def _outstanding(self) -> Counter[int]:
         """Groups in flight or buffered, by version."""
-        return Counter(self._in_flight.values()) + Counter(version for version, _, _ in self._buffer)
+        return self._flying + Counter(version for version, _, _ in self._buffer)
 
 
 def create_rollout_scheduler(config: RolloutSchedulerConfig) -> BaseRolloutScheduler:

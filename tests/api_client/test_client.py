@@ -2,6 +2,8 @@ import pickle
 import re
 import threading
 import time
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
 
 import httpx
 import pytest
@@ -9,7 +11,7 @@ import tenacity
 
 import upweight.api_client as api
 from tests.fakes import JOB, FakeJobServer, Reply
-from upweight.api_client import _client
+from upweight.api_client import _client, _retry
 from upweight.api_client._retry import call_limits
 from upweight.errors import TokenFactoryError, UpweightError
 
@@ -65,6 +67,7 @@ def test_base_url_and_key_come_from_argument_environment_default(monkeypatch):
 
 @pytest.mark.parametrize("key", ["", "  ", None])
 def test_blank_key_is_missing(key, monkeypatch):
+    """Failure C7."""
     monkeypatch.setenv("TOKENFACTORY_API_KEY", " ")
     with pytest.raises(api.MissingAPIKeyError, match="TOKENFACTORY_API_KEY"):
         api.TokenFactory("http://x.example", key)
@@ -72,11 +75,13 @@ def test_blank_key_is_missing(key, monkeypatch):
 
 @pytest.mark.parametrize("url", ["", "host.example", "ftp://host.example", "http://"])
 def test_url_without_scheme_or_host(url):
+    """Failure C7."""
     with pytest.raises(ValueError, match="base_url"):
         api.TokenFactory(url, "k")
 
 
 def test_same_headers_on_each_attempt_and_one_key_per_post(server, client):
+    """Failures C1, C2."""
     server.fail("/batches", 503, times=2)
     client.v1alpha1.fine_tuning.jobs.batches.create(job_id=JOB, index=0)
     client.v1alpha1.fine_tuning.jobs.batches.create(job_id=JOB, index=1)
@@ -112,6 +117,7 @@ def test_headers_of_the_caller_win(server, client):
     ],
 )
 def test_errors_and_attempts(server, client, status, body, error, message, calls):
+    """Failures C4, C5."""
     server.fail("/status", status, body, times=100)
     with pytest.raises(api.APIError, match=re.escape(message)) as caught:
         client.v1alpha1.fine_tuning.jobs.get_runtime_status(job_id=JOB)
@@ -121,6 +127,7 @@ def test_errors_and_attempts(server, client, status, body, error, message, calls
 
 
 def test_wrong_schema_names_the_fields_and_is_not_retried(server, client):
+    """Failure C5."""
     server.fail("/status", 200, {"inference_version": "x", "total_batches": None})
     with pytest.raises(api.APIError, match=r"inference_version.*filled_batches") as caught:
         client.v1alpha1.fine_tuning.jobs.get_runtime_status(job_id=JOB)
@@ -129,11 +136,39 @@ def test_wrong_schema_names_the_fields_and_is_not_retried(server, client):
 
 
 def test_retry_after_is_respected(server):
+    """Failure C4."""
     server.fail("/status", 429, headers={"Retry-After": "0.3"})
     with api.TokenFactory(server.url, "k") as client:
         began = time.monotonic()
         client.v1alpha1.fine_tuning.jobs.get_runtime_status(job_id=JOB)
         assert 0.3 <= time.monotonic() - began < 0.8
+
+
+def waited(headers, attempt=1):
+    error = api.BadRequestError("slow down", httpx.Response(429, headers=headers))
+    state = tenacity.RetryCallState(tenacity.Retrying(), None, (), {})
+    state.attempt_number = attempt
+    state.set_exception((type(error), error, None))
+    return _retry._default_wait(state)
+
+
+def test_waits_grow_with_jitter_and_follow_the_server_up_to_a_minute():
+    """Failure C4: seconds or a date, 60 s at most, ±20 % on all default waits."""
+    assert 60 <= waited({"Retry-After": "86400"}) <= 72
+    later = format_datetime(datetime.now(UTC) + timedelta(seconds=30), usegmt=True)
+    assert 28 <= waited({"Retry-After": later}) <= 37
+    assert waited({"Retry-After": "Wed, 21 Oct 2015 07:28:00 GMT"}) == 0
+    assert 0.8 <= waited({"Retry-After": "soon"}) <= 1.2
+    for attempt, wait in enumerate([1, 2, 4, 8, 10, 10], 1):
+        waits = [waited({}, attempt) for _ in range(200)]
+        assert 0.8 * wait <= min(waits) < 0.9 * wait < 1.1 * wait < max(waits) <= 1.2 * wait
+
+
+def test_numbers_that_json_has_not_are_sent_by_no_version_of_the_http_library(server, client):
+    """Failure "not confirmed": literal NaN in a body."""
+    with pytest.raises(ValueError, match="Out of range float"):
+        client.post(f"{server.url}/x", json={"a": float("nan")})
+    assert server.requests == []
 
 
 def test_connection_errors_are_retried_and_the_last_one_is_raised():
@@ -169,6 +204,7 @@ def test_call_limits_cut_retries(server):
 
 
 def test_life_cycle(server):
+    """Failure C8."""
     made = []
 
     def factory():
@@ -187,6 +223,7 @@ def test_life_cycle(server):
 
 
 def test_pickle(server):
+    """Failures C8, W12."""
     with api.TokenFactory(server.url, "k", max_retries=7) as client:
         assert client.v1alpha1.fine_tuning.jobs is client.v1alpha1.fine_tuning.jobs
         restored = pickle.loads(pickle.dumps(client))

@@ -103,6 +103,7 @@ def test_create_sends_what_is_given(client, server):
 
 
 def test_required_nullable_fields_are_sent_as_null_and_secrets_as_text(client, server):
+    """Failure V1."""
     server.replies["POST", "/v1/fine_tuning/jobs"] = Reply(body=JOB_BODY)
     mlflow = {"tracking_uri": "u", "experiment_name": None, "run_name": None, "certificate_file": "c", "username": "n"}
     client.v1.fine_tuning.jobs.create(
@@ -118,6 +119,7 @@ def test_required_nullable_fields_are_sent_as_null_and_secrets_as_text(client, s
 
 
 def test_job_calls(client, server):
+    """Failure V2: a checkpoint without `result_files`."""
     jobs, path = client.v1.fine_tuning.jobs, "/v1/fine_tuning/jobs"
     event = {"id": "e", "created_at": 1, "level": "info", "message": "m", "object": "fine_tuning.job.event"}
     checkpoint = {
@@ -158,6 +160,11 @@ def test_pages_are_followed_and_jobs_awaited(client, server):
     server.faults = [Fault("/jobs", Reply(body=next(pages))), Fault("/jobs", Reply(body=next(pages)))]
     assert [job.id for job in jobs.iterate()] == ["a", "b", "c"]
     assert [r.path for r in server.requests] == [path, f"{path}?after=b"]
+    point = {"id": "c", "created_at": 1, "fine_tuned_model_checkpoint": "x", "fine_tuning_job_id": "ft-1"}
+    point |= {"metrics": {}, "object": "fine_tuning.job.checkpoint", "step_number": 3}
+    replies = [Reply(body={"data": [{**point, "id": name}], "has_more": name == "c"}) for name in "cd"]
+    server.faults = [Fault("/checkpoints", reply) for reply in replies]
+    assert [c.id for c in jobs.checkpoints.iterate(job_id="ft-1")] == ["c", "d"]
     server.faults = [Fault("/ft-1", Reply(body=JOB_BODY), times=2)]
     server.replies["GET", f"{path}/ft-1"] = Reply(body={**JOB_BODY, "status": "failed"})
     assert jobs.wait(job_id="ft-1", poll_interval=0.01).status is fine_tuning.Status.failed
@@ -176,6 +183,7 @@ def test_files(client, server, tmp_path):
 
 
 def test_unknown_values_of_enums_are_kept_as_text() -> None:
+    """Failure V2."""
     assert rl_job.Batch.model_validate({"index": 0, "status": "filled"}).status is rl_job.BatchStatus.filled
     assert rl_job.Batch.model_validate({"index": 0, "status": "sealed"}).status == "sealed"
 

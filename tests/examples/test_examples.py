@@ -72,6 +72,7 @@ def test_call_concurrently_raises_the_error():
 
 
 def test_grpo_asks_at_the_same_time(server, context):
+    """Reports M10, M11, E9: each sample carries its own reward, normalised within its own group."""
     server.inference_delay = 0.2
     group = grpo.roll_out_task(grpo.Task("?", "42"), context, grpo.MyConfig())
     assert server.inference_peak == 4
@@ -81,6 +82,7 @@ def test_grpo_asks_at_the_same_time(server, context):
 
 
 def test_grpo_rejects_equal_rewards(server, context):
+    """Failure D9."""
     server.completion = lambda body: "42"
     assert grpo.roll_out_task(grpo.Task("?", "42"), context, grpo.MyConfig()).is_rejected
     kept = grpo.roll_out_task(grpo.Task("?", "42"), context, grpo.MyConfig(reject_equal_rewards=False))
@@ -194,6 +196,7 @@ QUICK_START = textwrap.dedent("""
 
 
 def test_quick_start(server, tmp_path):
+    """Failure P3: the script of a first reader."""
     script = tmp_path / "quick_start.py"
     script.write_text(QUICK_START)
     env = {**os.environ, "TOKENFACTORY_BASE_URL": server.url, "TOKENFACTORY_API_KEY": "k"}

@@ -58,6 +58,7 @@ def test_messages_end_with_the_question_and_may_begin_with_a_solved_one() -> Non
 
 
 def test_with_replacement_really_means_that_and_more_than_all_rows_may_be_asked() -> None:
+    """Failure D9."""
     drawn = example.MathDAPODataset(ROWS).sample(200)
     counts = Counter(task.question for task in drawn)
     assert len(counts) == 5
@@ -87,6 +88,7 @@ def test_other_shapes_of_rows() -> None:
 
 
 def test_a_run_skips_groups_without_variance() -> None:
+    """Failure D9."""
     turns = iter(range(10**6))
 
     def completion(body: dict) -> str:
@@ -121,7 +123,7 @@ def test_the_command_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_it_hides_no_standard_module_when_imported_or_tested_in_place() -> None:
-    """P4: neither as a module nor under pytest does `import math` find the example."""
+    """Failure P4: neither as a module nor under pytest does `import math` find the example."""
     code = "import math, upweight.examples.math; assert math.sqrt(4) == 2"
     subprocess.run([sys.executable, "-c", code], check=True)
     folder = Path(example.__file__).parent

@@ -185,3 +185,22 @@ def test_a_row_that_makes_room_itself_costs_no_other_row_its_pages() -> None:
             if len(one.tokens) >= one.limit:
                 scheduler.finish(one)
     assert [len(one.tokens) for one in rows] == [9, 4, 4, 2]
+
+
+def test_a_long_prompt_is_prefilled_in_small_pieces_beside_rows_that_decode() -> None:
+    scheduler = Scheduler(max_rows=8, num_pages=4000, prefill_budget=512, busy_prefill=64)
+    first, long = row(1, [1, 2, 3], 99), row(2, list(range(1000)), 2000)
+    scheduler.add(first)
+    scheduler.advance(scheduler.plan().decode[0], 4)
+    scheduler.add(long)
+    sizes = []
+    while long.missing:
+        plan = scheduler.plan()
+        assert first in plan.decode
+        sizes.append(sum(piece.count for piece in plan.prefill))
+        scheduler.advance(first, 5)
+    assert set(sizes[:-1]) == {64}
+    scheduler.finish(first)
+    scheduler.add(row(3, list(range(5000, 6000)), 2000))
+    scheduler.finish(long)
+    assert sum(piece.count for piece in scheduler.plan().prefill) == 512  # nobody decodes

@@ -39,10 +39,3 @@ def by_order(order: str) -> Any:
                 file.write(str(process.pid))
             time.sleep(60)
     return float(len(order))
-
-
-def grade_math(gold: str, answer: str) -> float:
-    """As that library must be called outside the main thread: without its own alarm."""
-    from math_verify import parse, verify
-
-    return float(verify(parse(gold, parsing_timeout=None), parse(answer, parsing_timeout=None), timeout_seconds=None))

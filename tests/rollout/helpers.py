@@ -90,3 +90,7 @@ def pid_rollout(task, context):
     for sample in group.samples:
         sample.debug_info = {"pid": os.getpid(), "context": id(context)}
     return group
+
+
+def unlucky_rollout(task, context):
+    raise ValueError("no luck")

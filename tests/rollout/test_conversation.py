@@ -83,6 +83,7 @@ def play(conversation: Conversation, turns: list[Any]) -> tuple[list[list[int]],
 @settings(max_examples=25, deadline=None)
 @given(turns=TURNS)
 def test_what_was_sampled_is_kept_and_nothing_else_is_trained(name: str, history: Any, turns: list[Any]) -> None:
+    """Reports T1, T6, T9, M7."""
     render = RENDERS[name]
     conversation = Conversation(CONTEXT, [USER], render=render, history=history)
     prompts, answers = play(conversation, turns)
@@ -103,7 +104,7 @@ def test_what_was_sampled_is_kept_and_nothing_else_is_trained(name: str, history
 @settings(max_examples=40, deadline=None)
 @given(turns=TURNS)
 def test_a_template_that_keeps_history_is_followed_to_the_letter(name: str, turns: list[Any]) -> None:
-    """The prompt reads as the template writes the whole conversation, though only bridges were rendered."""
+    """Reports T6, T9. The prompt reads as the template writes the whole conversation, though only bridges were rendered."""
     render = RENDERS[name]
     conversation = Conversation(CONTEXT, [USER], render=render)
     if name == "strict-tools":
@@ -148,6 +149,7 @@ def test_the_seam_of_plain_text_is_found() -> None:
 def test_a_template_that_rewrites_history_is_told_once_with_the_consequence(
     template: str, said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Report T4."""
     context, render = make_context(), LocalRender(TOKENIZER, template)
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
@@ -180,7 +182,7 @@ def test_a_result_that_needs_its_call_is_bridged_after_the_call() -> None:
 @pytest.mark.parametrize("tools", [None, TOOLS])
 @pytest.mark.parametrize("name", ["chatml", "llama3-like", "qwen-like"])
 def test_a_turn_costs_its_new_tokens_only(name: str, tools: Any) -> None:
-    """Tokens rendered per turn are the same at turn 60 as at turn 2, while the history has grown to thousands."""
+    """Report T10: tokens rendered per turn are the same at turn 60 as at turn 2, with thousands behind them."""
     render = LocalRender(TOKENIZER, TEMPLATES[name])
     conversation = Conversation(make_context(), [USER], render=render, tools=tools)
     costs = []
@@ -200,6 +202,7 @@ def test_a_turn_costs_its_new_tokens_only(name: str, tools: Any) -> None:
 
 
 def test_a_fork_is_counted_and_the_longer_part_is_the_sample() -> None:
+    """Reports T2, E9: a prefix that cannot be kept starts a new sample."""
     conversation = Conversation(CONTEXT, [USER], render=RENDERS["qwen-like"], history="template")
     for text in ["<think>a</think>one two", "four"]:
         conversation.prompt_ids  # noqa: B018

@@ -100,6 +100,7 @@ def test_bad_data_is_one_clear_line(tmp_path: Path) -> None:
 @settings(max_examples=80, deadline=None)
 @given(data=st.data())
 def test_the_cursor_repeats_exactly_what_was_not_settled(data: st.DataObject, tmp_path_factory: Any) -> None:
+    """Report P1."""
     folder = tmp_path_factory.mktemp("spool")
     done: set[int] = set()
     for _ in range(data.draw(st.integers(1, 4), label="runs")):
@@ -130,7 +131,7 @@ def test_the_cursor_repeats_exactly_what_was_not_settled(data: st.DataObject, tm
 
 @pytest.mark.parametrize("ends", ["stop", "new process"])
 def test_a_resumed_run_goes_on_with_the_data(ends: str, tmp_path: Path, server: FakeJobServer, api: Any) -> None:
-    """Two runs over 12 tasks for 12 places: each task is in exactly one stored sample, whatever the first one left."""
+    """Reports P1, P2, P3, P4: two runs over 12 tasks for 12 places; each task is in exactly one stored sample."""
     lock, started = threading.Lock(), []
     blocked, first_run = threading.Event(), threading.Event()
 

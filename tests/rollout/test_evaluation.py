@@ -22,6 +22,7 @@ def evaluated(api):
 
 
 def test_both_ends_and_every_second_version(server, evaluated):
+    """`job-methods.md`: every N batches and at both ends, without uploading samples."""
     seen = []
 
     def score(task, context):
@@ -61,3 +62,16 @@ def test_arguments_belong_together(evaluated):
         evaluated(None)
     with pytest.raises(ValueError, match="eval_every"):
         evaluated(async_score, eval_every=0)
+
+
+def test_the_record_of_the_job_continues_after_a_resumption(server, evaluated):
+    """Report P10: the job keeps the record, so a new process adds to the same one, in order."""
+
+    def score(task, context):
+        return {"score": float(server.version)}
+
+    evaluated(score, eval_every=1, num_batches=2, allowed_staleness=-1).run()
+    summary = evaluated(score, eval_every=1, num_batches=4, allowed_staleness=-1).run()
+    assert [m["batch_index"] for m in server.metrics] == [0, 1, 2, 2, 3, 4]
+    assert [m["metrics"]["score"] for m in server.metrics] == [0, 1, 2, 2, 3, 4]
+    assert summary.started == 8

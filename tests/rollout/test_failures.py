@@ -54,6 +54,7 @@ def _nothing_is_left_over():
 
 
 def test_job_that_is_full_already_starts_nothing(server, make_runner):
+    """Failure H3."""
     server.put_samples(0, 4)
     for n in (0, 1):
         dataset = helpers.Counting()
@@ -63,6 +64,7 @@ def test_job_that_is_full_already_starts_nothing(server, make_runner):
 
 
 def test_null_version_counts_as_not_ready(server, make_runner):
+    """Failure H7."""
     server.version = None
     began = time.monotonic()
     with pytest.raises(JobInitializationTimeout, match="still null"):
@@ -72,6 +74,7 @@ def test_null_version_counts_as_not_ready(server, make_runner):
 
 @pytest.mark.parametrize("status", [400, 401, 403, 422])
 def test_a_refusal_ends_the_start_at_once(server, make_runner, status):
+    """Failure W6."""
     server.fail("/status", status, {"detail": "no"}, times=99)
     with pytest.raises(JobInitializationTimeout) as caught:
         make_runner().run()
@@ -80,6 +83,7 @@ def test_a_refusal_ends_the_start_at_once(server, make_runner, status):
 
 
 def test_start_timeout_is_wall_clock(server, make_runner):
+    """Failure W6."""
     server.fail("/status", delay=30, times=99)
     began = time.monotonic()
     with pytest.raises(JobInitializationTimeout):
@@ -88,6 +92,7 @@ def test_start_timeout_is_wall_clock(server, make_runner):
 
 
 def test_start_timeout_zero_is_one_try(server, make_runner):
+    """Failure W6."""
     server.fail("/status", 503, times=99)
     with pytest.raises(JobInitializationTimeout):
         make_runner(job_init_timeout=0).run()
@@ -95,6 +100,7 @@ def test_start_timeout_zero_is_one_try(server, make_runner):
 
 
 def test_server_errors_during_the_start_are_waited_out(server, make_runner):
+    """Failure W6."""
     server.fail("/status", 404, times=3)
     server.fail("/status", 503, times=6)
     assert make_runner().run().accepted == 12
@@ -102,6 +108,7 @@ def test_server_errors_during_the_start_are_waited_out(server, make_runner):
 
 @pytest.mark.parametrize("tells", [True, False])
 def test_batch_size_mismatch(server, make_runner, tells):
+    """Failure X12."""
     server.tells_batch_size = tells
     server.batch_size = 6
     if not tells:
@@ -113,11 +120,13 @@ def test_batch_size_mismatch(server, make_runner, tells):
 
 
 def test_larger_client_batch_is_noticed_when_an_answer_says_filled(server, make_runner):
+    """Failure X12."""
     with pytest.raises(BatchSizeMismatch, match="batch_size is 8 here"):
         make_runner(batch_size=8).run()
 
 
 def test_effective_number_of_batches_is_the_smaller_one(server, make_runner, caplog):
+    """Failure X8."""
     server.total_batches = 2
     assert make_runner(num_batches=None).run().batches_filled == 2
     assert "smaller one counts" not in caplog.text
@@ -135,6 +144,7 @@ def test_effective_number_of_batches_is_the_smaller_one(server, make_runner, cap
 )
 @pytest.mark.parametrize("drop", [False, True])
 def test_resumption_fills_exactly(server, make_runner, B, G, S, N, present, drop):
+    """Failures H4, X1, W2."""
     server.batch_size = B
     server.put_samples(0, present)
     settings = {"num_samples_per_task": G, "allowed_staleness": S, "num_batches": N, "drop_stale_trajectories": drop}
@@ -150,6 +160,8 @@ def test_resumption_fills_exactly(server, make_runner, B, G, S, N, present, drop
 
 
 def test_a_run_that_accepts_nothing_stalls(server, make_runner):
+    """Failure H1."""
+
     def reject(task, context):
         time.sleep(0.01)
         return SampleGroup(is_rejected=True)
@@ -160,6 +172,7 @@ def test_a_run_that_accepts_nothing_stalls(server, make_runner):
 
 @pytest.mark.parametrize("result", [None, SampleGroup(), SampleGroup(samples=[helpers.good_sample()] * 2)])
 def test_wrong_results_are_failed_rollouts(server, make_runner, result):
+    """Failure X4."""
     with pytest.raises(RolloutValidationError, match="expected"):
         make_runner(lambda task, context: result, raise_on_rollout_failure=True).run()
     first = iter([result])
@@ -168,6 +181,8 @@ def test_wrong_results_are_failed_rollouts(server, make_runner, result):
 
 
 def test_raising_uploads_what_is_ready_first(server, make_runner):
+    """Failures X1, H10: ready samples are sent before an error leaves."""
+
     def fails_later(task, context):
         if task == 6:
             time.sleep(0.2)
@@ -180,6 +195,7 @@ def test_raising_uploads_what_is_ready_first(server, make_runner):
 
 
 def test_a_hanging_rollout_is_given_up(server, make_runner):
+    """Failure H14 and report H8: the place is used again, a late result ignored."""
     summary = make_runner(helpers.hanging_rollout, rollout_timeout=0.3).run()
     assert server.sizes() == {0: 4, 1: 4, 2: 4}
     assert summary.timed_out == 1
@@ -187,6 +203,8 @@ def test_a_hanging_rollout_is_given_up(server, make_runner):
 
 
 def test_versions_reported_by_the_samples_win(server, make_runner):
+    """Failure D8."""
+
     def reports(task, context):
         return SampleGroup(samples=[helpers.good_sample(debug_info={"token_inference_versions": [1, 0]})])
 
@@ -196,6 +214,7 @@ def test_versions_reported_by_the_samples_win(server, make_runner):
 
 
 def test_an_unpicklable_rollout_is_reported_before_anything_starts(server, make_runner):
+    """Failure H13."""
     dataset = helpers.Counting()
     with pytest.raises(TypeError, match="rollout function"):
         make_runner(lambda task, context: None, dataset=dataset, executor_type="process").run()
@@ -203,6 +222,7 @@ def test_an_unpicklable_rollout_is_reported_before_anything_starts(server, make_
 
 
 def test_drop_stale_starts_nothing_that_could_not_be_used(server, make_runner):
+    """Failure W1."""
     server.trains = False
     dataset = helpers.Counting()
     runner = make_runner(dataset=dataset, num_batches=None, drop_stale_trajectories=True, allowed_staleness=1)
@@ -217,6 +237,8 @@ def test_drop_stale_starts_nothing_that_could_not_be_used(server, make_runner):
 
 
 def test_dataset_errors_leave_after_the_work_in_flight(server, make_runner):
+    """Failure X7."""
+
     class Breaks(helpers.Counting):
         def sample(self, n):
             if self.served:
@@ -229,6 +251,7 @@ def test_dataset_errors_leave_after_the_work_in_flight(server, make_runner):
 
 
 def test_the_end_of_the_data(server, make_runner):
+    """Failure H9 and report H3."""
     with pytest.raises(DatasetExhausted) as caught:
         make_runner(helpers.slow_rollout, dataset=helpers.Counting(7)).run()
     assert (caught.value.filled, caught.value.needed, caught.value.open_samples) == (1, 3, 3)
@@ -238,6 +261,8 @@ def test_the_end_of_the_data(server, make_runner):
 
 
 def test_a_slow_dataset_delays_nothing_else(server, make_runner):
+    """Failure W10."""
+
     class Slow(helpers.Counting):
         def sample(self, n):
             if self.served:
@@ -256,6 +281,8 @@ def test_a_slow_dataset_delays_nothing_else(server, make_runner):
 
 
 def test_version_rollback(server, make_runner, caplog):
+    """Failure X3."""
+
     def rollout(task, context):
         if task == 9:
             server.trains = False
@@ -272,6 +299,8 @@ def test_version_rollback(server, make_runner, caplog):
 
 
 def test_a_job_that_vanishes(server, make_runner):
+    """Failure H8."""
+
     def rollout(task, context):
         if task == 2:
             server.faults.append(Fault("/status", Reply(404, {"detail": "gone"}), times=10**6))
@@ -285,6 +314,8 @@ def test_a_job_that_vanishes(server, make_runner):
 
 @pytest.mark.parametrize("state", ["failed", "succeeded"])
 def test_a_job_that_ends(server, make_runner, state):
+    """Failure H8."""
+
     def rollout(task, context):
         if task == 2:
             server.status_extra = {"job_status": state, "error": {"message": "boom"}}
@@ -302,6 +333,7 @@ def test_a_job_that_ends(server, make_runner, state):
 
 
 def test_a_stored_upload_whose_answer_is_lost_is_not_doubled(server, make_runner):
+    """Failure D1."""
     server.fail("/samples", 502, times=3, stored=True)
     make_runner().run()
     assert server.sizes() == {0: 4, 1: 4, 2: 4}
@@ -309,12 +341,14 @@ def test_a_stored_upload_whose_answer_is_lost_is_not_doubled(server, make_runner
 
 
 def test_uploads_are_tried_on_while_rollouts_go_on(server, make_runner):
+    """Failure X10."""
     server.fail("/samples", 500, times=9)
     summary = make_runner().run()
     assert (summary.batches_filled, summary.unsent_samples) == (3, 0)
 
 
 def test_upload_failure_hands_back_the_samples_and_the_spool_sends_them_later(server, make_runner, tmp_path):
+    """Failures X10, D1."""
     server.fail("/samples", 500, times=10**6)
     with pytest.raises(UploadFailed, match="unsent") as caught:
         make_runner(upload_timeout=0.3, spool_dir=tmp_path, num_batches=2).run()
@@ -328,7 +362,7 @@ def test_upload_failure_hands_back_the_samples_and_the_spool_sends_them_later(se
     make_runner(spool_dir=tmp_path, num_batches=2).run()
     assert server.sizes() == {0: 4, 1: 4}
     assert set(unsent) <= server.ids
-    assert not list(tmp_path.glob("**/*.json"))
+    assert not list(tmp_path.glob("**/*.jsonl"))
 
 
 def test_a_refused_upload_ends_the_run_at_once(server, make_runner):
@@ -339,6 +373,7 @@ def test_a_refused_upload_ends_the_run_at_once(server, make_runner):
 
 
 def test_ready_samples_travel_together(server, make_runner):
+    """Failure W9."""
     server.batch_size = 32
     server.faults.append(Fault("/samples", delay=0.3))
     make_runner(batch_size=32, num_batches=2, max_concurrency=8).run()
@@ -347,6 +382,7 @@ def test_ready_samples_travel_together(server, make_runner):
 
 
 def test_a_slow_upload_does_not_delay_rollouts(server, make_runner):
+    """Failure W10."""
     server.faults.append(Fault("/samples", delay=1.0))
     dataset = helpers.Counting()
     runner = make_runner(dataset=dataset, num_batches=None)
@@ -359,6 +395,7 @@ def test_a_slow_upload_does_not_delay_rollouts(server, make_runner):
 
 
 def test_two_runners_on_one_job(server, make_runner):
+    """Failure D5."""
     runners = [make_runner(helpers.slow_rollout, num_batches=4, allowed_staleness=1) for _ in range(2)]
     summaries = []
     threads = [threading.Thread(target=lambda r=r: summaries.append(r.run())) for r in runners]
@@ -377,6 +414,8 @@ def test_two_runners_on_one_job(server, make_runner):
 
 
 def test_stop_is_prompt_and_sends_what_is_ready(server, make_runner):
+    """Failure W3."""
+
     def slow_after_three(task, context):
         if task >= 3:
             time.sleep(3)
@@ -393,6 +432,7 @@ def test_stop_is_prompt_and_sends_what_is_ready(server, make_runner):
 
 
 def test_progress_and_the_cause_of_waiting(server, make_runner, caplog, monkeypatch):
+    """Report H11: a heartbeat that names the cause."""
     monkeypatch.setattr(waits, "WARN_EVERY_S", 0.2)
     server.trains = False
     runner = make_runner(num_batches=5)
@@ -435,6 +475,7 @@ SCRIPT = textwrap.dedent("""
 @pytest.mark.parametrize("executor", ["thread", "process"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_process_cleanly_whatever_rollouts_do(server, tmp_path, executor, number):
+    """Failures H10, W3."""
     script = tmp_path / "hang.py"
     script.write_text(SCRIPT)
     process = subprocess.Popen([sys.executable, str(script), server.url, executor], stdout=subprocess.PIPE, text=True)

@@ -17,7 +17,7 @@ from upweight.rollout.feeder import DatasetFeeder
 from upweight.rollout.messages import Broken, DatasetFailed, JobEnded, TasksDrawn
 from upweight.rollout.models import JobStatusUpdate, RolloutException, RolloutResult, SampleGroup, Task
 from upweight.rollout.runner import JobStatusTracker, RolloutDispatcher
-from upweight.rollout.validation import check_group, reported_version, to_wire
+from upweight.rollout.validation import encode_group, reported_version
 
 from . import helpers
 
@@ -61,6 +61,7 @@ def test_dispatcher_hands_over_the_very_object():
 
 @pytest.mark.parametrize("error", [ValueError("x"), SystemExit(3), asyncio.CancelledError(), KeyboardInterrupt()])
 def test_dispatcher_retries_then_rejects_or_raises(error):
+    """Failure H10."""
     calls = itertools.count()
 
     def failing(task, context):
@@ -84,6 +85,7 @@ def test_dispatcher_retries_then_rejects_or_raises(error):
 
 
 def test_retry_waits_without_occupying_a_worker_and_is_stamped_anew():
+    """Failures W8, D8."""
     versions = iter([5, 6, 7])
     first = []
 
@@ -104,6 +106,7 @@ def test_retry_waits_without_occupying_a_worker_and_is_stamped_anew():
 
 @pytest.mark.parametrize("executor", ["thread", "process"])
 def test_time_limit_frees_the_place(executor):
+    """Failure H14."""
     kw = {"rollout_timeout": 2.0 if executor == "process" else 0.3, "executor_type": ExecutorType(executor)}
     with Bench(helpers.hanging_rollout, workers=1, **kw) as bench:
         bench.send(0, 1, 2)
@@ -113,6 +116,7 @@ def test_time_limit_frees_the_place(executor):
 
 
 def test_a_dead_worker_process_is_replaced():
+    """Failure H11."""
     with Bench(helpers.dying_rollout, workers=1, executor_type=ExecutorType.PROCESS) as bench:
         bench.send(0, 1, 2)
         results = [bench.get() for _ in range(3)]
@@ -121,6 +125,7 @@ def test_a_dead_worker_process_is_replaced():
 
 
 def test_a_pool_that_keeps_dying_is_broken():
+    """Failure H11."""
     with Bench(helpers.always_dying_rollout, workers=1, executor_type=ExecutorType.PROCESS, max_pool_restarts=1) as b:
         b.send(0, 1)
         b.get()
@@ -131,6 +136,7 @@ def test_a_pool_that_keeps_dying_is_broken():
 
 
 def test_process_workers_keep_their_context():
+    """Failure W11."""
     with Bench(helpers.pid_rollout, workers=1, executor_type=ExecutorType.PROCESS) as bench:
         bench.send(1, 2)
         infos = [bench.get().sample_group.samples[0].debug_info for _ in range(2)]
@@ -138,6 +144,7 @@ def test_process_workers_keep_their_context():
 
 
 def test_unpicklable_rollout_function():
+    """Failure H13."""
     with pytest.raises(TypeError, match=r"rollout function .*lambda"):
         RolloutDispatcher(lambda: 1, CONTEXT, Queue(), Queue(), 1, 0, False, executor_type=ExecutorType.PROCESS)
 
@@ -146,6 +153,7 @@ def test_unpicklable_rollout_function():
 
 
 def test_tracker_forwards_changes_only(server, api):
+    """Failure W7."""
     server.version = None
     news = Queue()
     tracker = JobStatusTracker("job-1", api, news, 0)
@@ -165,6 +173,7 @@ def test_tracker_forwards_changes_only(server, api):
 
 
 def test_tracker_reports_a_lost_job_once(server, api, caplog):
+    """Failure H8."""
     server.fail("/status", 500, times=10**6)
     news = Queue()
     tracker = JobStatusTracker("job-1", api, news, 0.02, failure_timeout=0.3)
@@ -178,6 +187,7 @@ def test_tracker_reports_a_lost_job_once(server, api, caplog):
 
 @pytest.mark.parametrize(("state", "failed"), [("failed", True), ("cancelled", True), ("succeeded", False)])
 def test_tracker_sees_terminal_states(server, api, state, failed):
+    """Failure H8."""
     server.status_extra = {"job_status": state, "error": {"message": "out of memory"}}
     news = Queue()
     tracker = JobStatusTracker("job-1", api, news, 0.02)
@@ -207,6 +217,8 @@ def feed(dataset, *requests):
 
 
 def test_feeder_keeps_a_surplus_and_knows_the_end():
+    """Failures X7, H9."""
+
     class Generous:
         calls = 0
 
@@ -223,6 +235,8 @@ def test_feeder_keeps_a_surplus_and_knows_the_end():
 
 
 def test_feeder_reports_errors():
+    """Failure X7."""
+
     class Bad:
         def sample(self, n):
             raise OSError("disk")
@@ -260,28 +274,32 @@ def test_cycling_dataset():
     ],
 )
 def test_bad_samples(change, reason, text):
+    """Failures X5, X6, D6 and reports M6, E4."""
     group = SampleGroup(samples=[helpers.good_sample(**change)])
     with pytest.raises(RolloutValidationError, match=text) as caught:
-        check_group("task-1", group, 1)
+        encode_group("task-1", group, 1)
     assert caught.value.reason == reason
     assert "task-1" in str(caught.value)
 
 
 @pytest.mark.parametrize("group", [None, 3, SampleGroup(), SampleGroup(samples=[helpers.good_sample()] * 3)])
 def test_bad_groups(group):
+    """Failure X4."""
     with pytest.raises(RolloutValidationError, match=r"task-1.*expected.*got"):
-        check_group("task-1", group, 2)
+        encode_group("task-1", group, 2)
 
 
 def test_wire_samples():
+    """Failure X6: None counts as {}."""
     sample = helpers.good_sample(metadata=None, debug_info=None)
-    check_group("t", SampleGroup(samples=[sample]), 1)
-    check_group("t", SampleGroup(is_rejected=True), 1)
-    wire = to_wire(sample, task_id="t", version=4)
+    assert encode_group("t", SampleGroup(is_rejected=True), 1) == []
+    (encoded,) = encode_group("t", SampleGroup(samples=[sample]), 1)
+    wire = encoded.stamp("t", 4).to_wire()
     assert (wire.metadata, wire.debug_info) == ({}, {"starting_inference_version": 4, "task_id": "t"})
 
 
 def test_reported_version_is_the_smallest_one():
+    """Failure D8."""
     infos = [{"inference_version": 4}, {"inference_version": 5, "token_inference_versions": [3, 4]}, None]
     assert reported_version([helpers.good_sample(debug_info=info) for info in infos]) == 3
     assert reported_version([helpers.good_sample()]) is None
@@ -295,11 +313,11 @@ def test_one_bad_number_among_many_is_found(field: str, bad: object) -> None:
     getattr(sample, field)[17] = bad
     fine = field == "logprobs" and bad in (2**40, -1, 0.5)
     if fine:
-        check_group("t", SampleGroup(samples=[sample]), 1)
-        assert to_wire(sample, task_id="t", version=0).logprobs[17] == bad
+        (encoded,) = encode_group("t", SampleGroup(samples=[sample]), 1)
+        assert encoded.stamp("t", 0).to_wire().logprobs[17] == bad
     else:
         with pytest.raises(RolloutValidationError, match=field):
-            check_group("t", SampleGroup(samples=[sample]), 1)
+            encode_group("t", SampleGroup(samples=[sample]), 1)
 
 
 def test_scalars_of_other_libraries_become_plain_numbers() -> None:
@@ -310,8 +328,8 @@ def test_scalars_of_other_libraries_become_plain_numbers() -> None:
         mask=np.array([0, 1]),
         normalized_reward=np.float32(1),
     )
-    check_group("t", SampleGroup(samples=[sample]), 1)
-    wire = to_wire(sample, task_id="t", version=3)
+    (encoded,) = encode_group("t", SampleGroup(samples=[sample]), 1)
+    wire = encoded.stamp("t", 3).to_wire()
     assert [(type(v), v) for v in (*wire.token_ids, *wire.mask, *wire.logprobs, wire.normalized_reward)] == [
         (int, 1),
         (int, 2),

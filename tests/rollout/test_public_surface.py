@@ -103,6 +103,8 @@ def test_config_defaults(monkeypatch):
         "shutdown_timeout": 5.0,
         "upload_timeout": 600,
         "spool_dir": None,
+        "group_log": None,
+        "requeue_lost_tasks": 0,
     }
     with pytest.raises(ValidationError, match="typo"):
         rollout.RolloutConfig(**made.model_dump(), typo=1)
@@ -110,6 +112,7 @@ def test_config_defaults(monkeypatch):
 
 @pytest.mark.parametrize("text", ["", "none", "None"])
 def test_config_from_the_environment(monkeypatch, text):
+    """Failure P2."""
     for name, value in {"JOB_ID": "j", "model_name": "m", "BATCH_SIZE": "4", "NUM_SAMPLES_PER_TASK": "2"}.items():
         monkeypatch.setenv(f"TOKENFACTORY_ROLLOUT_{name}", value)
     monkeypatch.setenv("TOKENFACTORY_ROLLOUT_ALLOWED_STALENESS", text)
@@ -130,6 +133,7 @@ def test_config_from_the_environment(monkeypatch, text):
     ],
 )
 def test_bad_settings_are_refused_by_the_runner(change, message):
+    """Failure H6 and all ranges, also of a config that was changed later."""
     settings = helpers.config()
     for name, value in change.items():
         setattr(settings, name, value)
@@ -138,6 +142,7 @@ def test_bad_settings_are_refused_by_the_runner(change, message):
 
 
 def test_context():
+    """Failures C8, W12."""
     with TokenFactory("http://host.example", "secret-key") as client:
         made = rollout.RolloutContext(helpers.config(), client)
         assert made.openai_endpoint == "http://host.example/v1alpha1/fine_tuning/jobs/job-1/inference/openai/v1"

@@ -75,6 +75,7 @@ def run_once(seed, monkeypatch):
 
 @pytest.mark.parametrize("seed", range(10))
 def test_random_faults(seed, monkeypatch):
+    """Failures H1, H2, H4, D1, D2, D5, X10, all at once."""
     run_once(seed, monkeypatch)
 
 

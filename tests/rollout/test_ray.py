@@ -16,9 +16,11 @@ import pytest
 from tests.fakes import FakeJobServer
 from upweight.errors import RolloutError
 from upweight.rollout.exceptions import WorkerPoolBroken
+from upweight.rollout.graders import GraderPool
 from upweight.rollout.models import SampleGroup
 
 from . import helpers
+from .grader_functions import by_order
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +87,18 @@ class TestRay:
         assert errors.rejected > 0
         names = [p.info["name"] or "" for p in psutil.process_iter(["name"])]
         assert not [name for name in names if "_Actor" in name and "ray::" in name and "attempt" in name]
+
+    def test_a_grader_pool_travels_to_actors(self, ray: Any, make_runner: Any, server: FakeJobServer) -> None:
+        """Reports R1 to R4: each actor has a grader of its own, which is killed and replaced like any other."""
+        with GraderPool(by_order, workers=1, timeout=4.0) as pool:
+
+            def rollout(task: int, context: Any) -> SampleGroup:
+                score = pool.grade("loop" if task == 0 else "abc")
+                return SampleGroup(samples=[helpers.good_sample(normalized_reward=score)])
+
+            summary = make_runner(rollout, executor_type="ray", max_concurrency=2, num_batches=2).run()
+        assert (summary.batches_filled, summary.failed) == (2, 0)
+        assert sorted(sample["normalized_reward"] for sample in server.samples()) == [0.0] + [3.0] * 7
 
     def test_signals_still_stop_a_run(self, ray: Any) -> None:
         """Ray's own handler of SIGTERM does not take the place of ours."""

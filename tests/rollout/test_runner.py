@@ -19,6 +19,7 @@ def assert_adds_up(summary):
 )
 @pytest.mark.parametrize("drop", [False, True])
 def test_a_bounded_run_fills_its_batches(server, make_runner, settings, drop):
+    """Failures H1, H2."""
     summary = make_runner(helpers.slow_rollout, drop_stale_trajectories=drop, **settings).run()
     assert server.sizes() == {0: 4, 1: 4, 2: 4}
     assert server.worst_staleness() <= settings.get("allowed_staleness", 0)
@@ -30,6 +31,7 @@ def test_a_bounded_run_fills_its_batches(server, make_runner, settings, drop):
 
 @pytest.mark.parametrize("executor", ["thread", "process"])
 def test_rejections_and_failures_are_replaced(server, make_runner, executor):
+    """Failure H1 and report E2."""
     summary = make_runner(helpers.picky_rollout, executor_type=executor, allowed_staleness=1, max_concurrency=2).run()
     assert server.sizes() == {0: 4, 1: 4, 2: 4}
     assert summary.accepted == 12
@@ -43,6 +45,7 @@ def test_async_rollouts(server, make_runner):
 
 
 def test_samples_are_stamped(server, make_runner):
+    """Report M10: the group of a sample can be told."""
     make_runner(num_samples_per_task=2).run()
     infos = [sample["debug_info"] for sample in server.samples()]
     assert all(isinstance(info["starting_inference_version"], int) for info in infos)
@@ -50,6 +53,7 @@ def test_samples_are_stamped(server, make_runner):
 
 
 def test_several_runs_of_one_runner(server, make_runner):
+    """Failures X11, H3."""
     runner = make_runner(num_batches=2)
     assert runner.run().accepted == 8
     again = runner.run()
@@ -69,6 +73,7 @@ def open_files():
 
 @pytest.mark.parametrize("executor", ["thread", "process"])
 def test_nothing_is_left_after_a_run(server, make_runner, executor):
+    """Failure W5."""
     make_runner(num_batches=1, executor_type=executor, max_concurrency=1).run()  # starts multiprocessing's own helpers
     files, threads = open_files(), set(threading.enumerate())
     make_runner(num_batches=2, executor_type=executor, max_concurrency=1).run()

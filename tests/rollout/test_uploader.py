@@ -7,9 +7,10 @@ import pytest
 
 from upweight.rollout import uploader
 from upweight.rollout.messages import Broken, PlacesTaken, Uploaded
+from upweight.rollout.models import SampleGroup
 from upweight.rollout.spool import Spool
 from upweight.rollout.uploader import Uploader, UploadPlan
-from upweight.rollout.validation import to_wire
+from upweight.rollout.validation import encode_group
 
 from . import helpers
 
@@ -36,7 +37,8 @@ def upload(server, api, monkeypatch):
 
 
 def wire(n, version=0):
-    return [to_wire(helpers.good_sample(), task_id="t", version=version) for _ in range(n)]
+    group = SampleGroup(samples=[helpers.good_sample() for _ in range(n)])
+    return [sample.stamp("t", version) for sample in encode_group("t", group, n)]
 
 
 def settle(thread):
@@ -68,6 +70,7 @@ def test_batches_are_opened_one_ahead_but_none_after_the_last(server, upload):
 
 
 def test_places_of_others_move_ours_and_drop_what_became_too_stale(server, upload):
+    """Failure D5."""
     server.faults = []
     thread = upload()
     server.put_samples(0, 4)
@@ -79,6 +82,7 @@ def test_places_of_others_move_ours_and_drop_what_became_too_stale(server, uploa
 
 
 def test_a_stored_upload_without_answer_is_not_taken_for_somebody_elses(server, upload):
+    """Failures D1, D5."""
     server.fail("/samples", 502, times=4, stored=True)
     thread = upload()
     first, rest = wire(1), wire(2)
@@ -108,6 +112,7 @@ def test_what_is_accepted_too_late_is_dropped(server, upload):
 
 
 def test_a_larger_count_moves_ours_up(server, upload):
+    """Failure D1."""
     thread = upload()
     server.put_samples(0, 1)
     thread.put(wire(2))
@@ -125,5 +130,5 @@ def test_a_batch_that_vanished_is_opened_again(server, upload):
 
 def test_a_bug_in_the_thread_is_told(server, upload):
     thread = upload()
-    thread.put([None])
+    thread.put([wire(1)[0]._replace(version=None)])
     assert isinstance(thread._output.get(timeout=3), Broken)

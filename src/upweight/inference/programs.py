@@ -14,11 +14,11 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from upweight.inference.attention import Attention, KeysValues, attention_for
 from upweight.models.config import DecoderConfig
 from upweight.models.decoder import within_window
 from upweight.models.layers import (
     Params,
-    attend_dense,
     decoder_layer,
     embed,
     final_norm,
@@ -26,7 +26,6 @@ from upweight.models.layers import (
     layer_angles,
     logits_of,
     rope_angles,
-    softcap,
 )
 from upweight.ops.logprobs import target_logprobs
 from upweight.ops.sampling import Adjustments, Draw, SamplingInputs, draw
@@ -34,8 +33,8 @@ from upweight.ops.sampling import Adjustments, Draw, SamplingInputs, draw
 Pages = list[tuple[jax.Array, jax.Array]]
 """Per layer keys and values, each [pages, K·D]."""
 
-Cache = list[tuple[jax.Array, jax.Array]]
-"""Per layer keys [B,K,D,W] and values [B,K,W,D]: on a CPU their products then run without a transposed copy, 15 times as fast."""
+Cache = list[KeysValues]
+"""Per layer keys and values of the rows that decode, one slot a row, as `attention` lays them out."""
 
 
 def token_bytes(config: DecoderConfig, params: Params) -> int:
@@ -50,6 +49,7 @@ def empty_pages(config: DecoderConfig, params: Params, num_pages: int) -> Pages:
 
 def run_over_pages(
     config: DecoderConfig,
+    attention: Attention,
     params: Params,
     pages: Pages,
     tokens_BT: jax.Array,
@@ -79,7 +79,7 @@ def run_over_pages(
             kept.append((keys, values))
             shape = (rows, width, config.num_kv_heads, config.head_dim)
             found = keys[table_BW].reshape(shape), values[table_BW].reshape(shape)
-            return attend_dense(q, *found, allowed, config.attn_softcap)
+            return attention.over_pages(q, *found, allowed)
 
         return attend
 
@@ -88,6 +88,7 @@ def run_over_pages(
 
 def run_over_slots(
     config: DecoderConfig,
+    attention: Attention,
     params: Params,
     pages: Pages,
     cache: Cache,
@@ -97,8 +98,7 @@ def run_over_slots(
 ) -> tuple[Pages, Cache, jax.Array]:
     """One token a slot → (pages and cache with its keys and values, hidden [B,H])."""
     rows = tokens_B.shape[0]
-    width = cache[0][1].shape[2]
-    slot = jnp.arange(rows)
+    width = attention.width(cache[0])
     key_positions = jnp.broadcast_to(jnp.arange(width), (rows, width))
     positions_BT = positions_B[:, None]
     past = key_positions[:, None, :] <= positions_BT[:, :, None]
@@ -117,29 +117,14 @@ def run_over_slots(
                     page_values.at[write_B].set(v.reshape(rows, config.kv_size)),
                 )
             )
-            keys, values = cache[index]
-            keys = keys.at[slot, :, :, positions_B].set(k[:, 0])
-            values = values.at[slot, :, positions_B, :].set(v[:, 0])
-            kept_cache.append((keys, values))
-            return attend_slots(q[:, 0], keys, values, allowed[:, 0], config.attn_softcap)[:, None]
+            stored = attention.write(cache[index], positions_B, k[:, 0], v[:, 0])
+            kept_cache.append(stored)
+            return attention.over_slots(q[:, 0], stored, allowed[:, 0])[:, None]
 
         return attend
 
     hidden = _through_layers(config, params, tokens_B[:, None], positions_BT, attend_layer)
     return kept_pages, kept_cache, hidden[:, 0]
-
-
-def attend_slots(
-    q: jax.Array, keys: jax.Array, values: jax.Array, allowed_BW: jax.Array, cap: float = 0.0
-) -> jax.Array:
-    """Softmax attention of one query a slot; q [B,N,D], keys [B,K,D,W], values [B,K,W,D] → [B,N,D]. Softmax in float32."""
-    rows, heads, size = q.shape
-    kv_heads = keys.shape[1]
-    grouped = q.reshape(rows, kv_heads, heads // kv_heads, size)
-    scores = jnp.einsum("bkgd,bkdw->bkgw", grouped, keys, preferred_element_type=jnp.float32) * size**-0.5
-    scores = jnp.where(allowed_BW[:, None, None, :], softcap(scores, cap), -1e30)
-    weights = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
-    return jnp.einsum("bkgw,bkwd->bkgd", weights, values).reshape(rows, heads, size)
 
 
 def _through_layers(
@@ -158,33 +143,33 @@ def _through_layers(
     return final_norm(config, params, x)
 
 
-def load_all(config: DecoderConfig, pages: Pages, table_BW: jax.Array) -> Cache:
+def load_all(config: DecoderConfig, attention: Attention, pages: Pages, table_BW: jax.Array) -> Cache:
     """A cache that holds the tokens of every row of the table."""
-    return [_slots_of(config, keys, values, table_BW) for keys, values in pages]
+    shape = (*table_BW.shape, config.num_kv_heads, config.head_dim)
+    return [
+        attention.to_slots(keys[table_BW].reshape(shape), values[table_BW].reshape(shape)) for keys, values in pages
+    ]
 
 
-def load_some(config: DecoderConfig, cache: Cache, pages: Pages, slots_R: jax.Array, table_RW: jax.Array) -> Cache:
+def load_some(
+    config: DecoderConfig, attention: Attention, cache: Cache, pages: Pages, slots_R: jax.Array, table_RW: jax.Array
+) -> Cache:
     """The cache with some slots loaded; a slot number beyond the last is ignored."""
-    loaded = load_all(config, pages, table_RW)
+    loaded = load_all(config, attention, pages, table_RW)
     return [
         (keys.at[slots_R].set(new_keys, mode="drop"), values.at[slots_R].set(new_values, mode="drop"))
         for (keys, values), (new_keys, new_values) in zip(cache, loaded, strict=True)
     ]
 
 
-def _slots_of(
-    config: DecoderConfig, keys: jax.Array, values: jax.Array, table_RW: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    shape = (*table_RW.shape, config.num_kv_heads, config.head_dim)
-    return keys[table_RW].reshape(shape).transpose(0, 2, 3, 1), values[table_RW].reshape(shape).transpose(0, 2, 1, 3)
-
-
 class Programs:
     """The compiled steps of one decoder; each distinct shape is one program."""
 
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: DecoderConfig, attention: Attention | None = None) -> None:
+        how = attention or attention_for(config)
+
         def prefill(params: Params, pages: Pages, inputs: dict[str, jax.Array]) -> Pages:
-            return run_over_pages(config, params, pages, **inputs)[0]
+            return run_over_pages(config, how, params, pages, **inputs)[0]
 
         def prefill_scored(
             params: Params,
@@ -194,7 +179,7 @@ class Programs:
             temperature_B: jax.Array,
         ) -> tuple[Pages, jax.Array]:
             """With the log-prob of each token's successor, float32 [B,T]."""
-            pages, hidden = run_over_pages(config, params, pages, **inputs)
+            pages, hidden = run_over_pages(config, how, params, pages, **inputs)
             flat = hidden.reshape(-1, hidden.shape[-1])
             temperature = jnp.repeat(temperature_B, next_BT.shape[1])
             logprobs, _ = target_logprobs(
@@ -212,7 +197,7 @@ class Programs:
             filtered: bool,
             alternatives: bool,
         ) -> tuple[Pages, Cache, Draw]:
-            pages, cache, hidden = run_over_slots(config, params, pages, cache, **inputs)
+            pages, cache, hidden = run_over_slots(config, how, params, pages, cache, **inputs)
             drawn = draw(
                 logits_of(config, params, hidden), sampling, adjustments, filtered=filtered, alternatives=alternatives
             )
@@ -227,7 +212,7 @@ class Programs:
             filtered: bool,
             alternatives: bool,
         ) -> tuple[Pages, Draw]:
-            pages, hidden = run_over_pages(config, params, pages, **inputs)
+            pages, hidden = run_over_pages(config, how, params, pages, **inputs)
             drawn = draw(
                 logits_of(config, params, hidden[:, 0]),
                 sampling,
@@ -241,7 +226,7 @@ class Programs:
         self.prefill_scored = jax.jit(prefill_scored, donate_argnums=1)
         self.decode = jax.jit(decode, donate_argnums=(1, 2), static_argnums=(6, 7))
         self.decode_from_pages = jax.jit(decode_from_pages, donate_argnums=1, static_argnums=(5, 6))
-        self.load_all = jax.jit(lambda pages, table: load_all(config, pages, table))
+        self.load_all = jax.jit(lambda pages, table: load_all(config, how, pages, table))
         self.load_some = jax.jit(
-            lambda cache, pages, slots, table: load_some(config, cache, pages, slots, table), donate_argnums=0
+            lambda cache, pages, slots, table: load_some(config, how, cache, pages, slots, table), donate_argnums=0
         )

@@ -6,6 +6,7 @@ that is already known joins the decode batch at once.
 
 Invariants:
 * A row decodes in every step from its first one to its last, unless it is preempted for want of pages.
+* While at least as many rows decode as wait, a step prefills at most `busy_prefill` tokens, so that a long prompt stalls nobody.
 * Rows are admitted in order of arrival. A preempted row keeps its tokens and is admitted again before newer ones.
 * A prefix becomes known in the step that computes it, so rows admitted later in the same step share it.
 * Nothing computed under one weights version becomes a known prefix of another, unless `keep_prefixes` asks for it.
@@ -75,9 +76,16 @@ class Scheduler:
     """Admission, prefill budget, pages and preemption of up to `max_rows` rows."""
 
     def __init__(
-        self, *, max_rows: int, num_pages: int, prefill_budget: int = 512, keep_prefixes: bool = False
+        self,
+        *,
+        max_rows: int,
+        num_pages: int,
+        prefill_budget: int = 512,
+        busy_prefill: int = 64,
+        keep_prefixes: bool = False,
     ) -> None:
         self.max_rows = max_rows
+        self.busy_prefill = min(busy_prefill, prefill_budget)
         self.keep_prefixes = keep_prefixes
         self.draining = False
         self.prefill_budget = prefill_budget
@@ -109,7 +117,7 @@ class Scheduler:
         """
         decode = self._plan_decode()
         pieces: list[PrefillPiece] = []
-        budget = self.prefill_budget
+        budget = self.busy_prefill if decode and len(decode) >= len(self.waiting) else self.prefill_budget
         for row in self.running:
             budget -= self._plan_prefill(row, budget, pieces)
         while self.waiting and len(self.running) < self.max_rows and budget > 0:

@@ -49,6 +49,11 @@ class RolloutConfig(BaseSettings):
     job_init_timeout: Optional[Annotated[int, Field(ge=0)]] = Field(
         default=600, description="seconds until the job must serve; None = for ever, 0 = one try"
     )
+    requeue_lost_tasks: int = Field(
+        default=0,
+        ge=0,
+        description="times a task that failed or was dropped as stale is put back",
+    )
     rollout_timeout: Optional[Annotated[float, Field(gt=0)]] = Field(default=None, description="seconds per attempt")
     rollout_retry_backoff: float = Field(default=0.05, ge=0, description="seconds before the first retry; doubles")
     status_failure_timeout: Optional[Annotated[float, Field(ge=0)]] = Field(
@@ -62,6 +67,7 @@ class RolloutConfig(BaseSettings):
     shutdown_timeout: float = Field(default=5.0, ge=0, description="seconds for threads, workers and last uploads")
     upload_timeout: float = Field(default=600, ge=0, description="seconds of failing uploads until `UploadFailed`")
     spool_dir: Optional[Path] = Field(default=None, description="keep unsent samples here for the next run")
+    group_log: Optional[Path] = Field(default=None, description="file that gets one JSON line per finished group")
 
 
 class _CheckedConfig(RolloutConfig):

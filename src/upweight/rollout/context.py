@@ -32,9 +32,9 @@ class RolloutContext:
 
     @property
     def openai_client(self) -> OpenAI:
-        """One client for all threads, made on first use."""
+        """One client for all threads, made on first use, and anew after a rollout has closed it."""
         with _creation:
-            if self._openai_client is None:
+            if self._openai_client is None or self._openai_client.is_closed():
                 from openai import OpenAI
 
                 self._openai_client = OpenAI(base_url=self.openai_endpoint, api_key=self.api_client.api_key)

@@ -4,7 +4,9 @@ Invariants
 1. A task is *settled* when its samples were handed to the uploader (and are on disk, with a spool), or when it was rejected,
    failed for good or dropped. All others come again.
 2. What is saved is the dataset's own state before the oldest draw that is not settled in full, and which tasks since then are.
-3. The file is written after the spool: a crash between the two repeats tasks, it never skips one.
+3. The file is written after the spool and before the samples can be sent; a task whose samples are in the spool is settled,
+   whatever the file says. So a crash at any point neither skips a task nor repeats one whose samples are kept.
+4. Numbers count the draws of the dataset since its first run, over all processes that go on with this file.
 
 Not restored: tasks in flight and buffered groups (they are drawn again), retries already made, the order in which groups end.
 """
@@ -13,7 +15,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeGuard
 from urllib.parse import quote
@@ -46,10 +48,12 @@ class DataCursor:
         self._next = 0
         self._marks: list[tuple[int, Any]] = []  # number of a draw's first task, state before it
         self._settled: set[int] = set()
-        self._is_dirty, self._is_new = False, True
+        self._is_dirty, self._is_new, self._is_told = False, True, False
 
-    def rewind(self) -> None:
+    def rewind(self, spooled: Iterable[int] = ()) -> None:
         """Bring the dataset to the oldest task that is not settled. Called at the start of each run.
+
+        `spooled`: numbers of tasks whose samples an earlier process left in the spool.
 
         Raises:
             ValueError: the file is no cursor, or the dataset cannot go there.
@@ -58,11 +62,14 @@ class DataCursor:
             return
         saved = self._load() if self._is_new else self._saved()
         self._is_new = False
-        if saved is None:  # nothing was drawn yet
+        if saved is None:  # nothing was drawn yet, or the first samples were not noted any more
+            self._settled.update(spooled)
             return
-        self._next, self._marks = 0, []
+        first = int(saved.get("first", 0))
+        self._next, self._marks = first, []
         self._dataset.restore(saved["state"])
-        self._settled = {int(number) for number in saved["settled"]}
+        self._settled = {first + int(number) for number in saved["settled"]}
+        self._settled.update(number for number in spooled if number >= first)
         logger.info("The dataset goes on at %s; %d tasks after it are done too", saved["state"], len(self._settled))
 
     def number(self, specs: Sequence[Any], state: Any) -> list[tuple[int, Any]]:
@@ -85,10 +92,21 @@ class DataCursor:
         if not self._is_dirty or self._file is None or (saved := self._saved()) is None:
             return
         self._is_dirty = False
-        self._file.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            text = json.dumps(saved)
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"the state of the dataset, {saved['state']!r}, is no JSON: {error}") from error
         part = self._file.with_suffix(".part")
-        part.write_text(json.dumps(saved), encoding="utf-8")
-        part.replace(self._file)
+        try:
+            part.parent.mkdir(parents=True, exist_ok=True)
+            part.write_text(text, encoding="utf-8")
+            part.replace(self._file)
+        except OSError as error:
+            if not self._is_told:
+                self._is_told = True
+                logger.warning(
+                    "The place in the data cannot be kept on disk; a later run would repeat tasks: %s", error
+                )
 
     def _forget(self) -> None:
         """Drop draws that are settled in full."""
@@ -100,7 +118,7 @@ class DataCursor:
         if not self._marks:
             return None
         first, state = self._marks[0]
-        return {"state": state, "settled": sorted(number - first for number in self._settled)}
+        return {"state": state, "first": first, "settled": sorted(number - first for number in self._settled)}
 
     def _load(self) -> dict[str, Any] | None:
         if self._file is None or not self._file.exists():

@@ -18,12 +18,13 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 from queue import Empty, Full, Queue, SimpleQueue
 from typing import Any
 
 from upweight.rollout.config import ExecutorType
 from upweight.rollout.event_loop import EventLoopPool, is_async
-from upweight.rollout.exceptions import RolloutTimeout, WorkerDied, WorkerPoolBroken
+from upweight.rollout.exceptions import RolloutTimeout, WorkerDied, WorkerPoolBroken, in_words, reason_of
 from upweight.rollout.messages import Broken
 from upweight.rollout.models import RolloutException, RolloutResult, SampleGroup, Task
 from upweight.rollout.processes import InProcess, pickled_call
@@ -39,12 +40,13 @@ START_LIMIT_S = 120.0  # a worker may take this long to start before the time li
 
 @dataclass
 class _Attempt:
-    """`number` counts from 0; `started` is a monotonic time."""
+    """`number` counts from 0; `started` is a monotonic time; `reasons` of the attempts that failed."""
 
     task: Task[Any]
     number: int = 0
     started: float = 0.0
     version: int | None = None
+    reasons: tuple[str, ...] = ()
 
 
 class RolloutDispatcher(threading.Thread):
@@ -89,6 +91,7 @@ class RolloutDispatcher(threading.Thread):
         self._current_version = current_version
         self._stopping = threading.Event()
         self._outcomes: SimpleQueue[Outcome] = SimpleQueue()
+        self._is_woken = False
         self._ids = itertools.count()
         self._waiting: deque[_Attempt] = deque()
         self._delayed: list[tuple[float, int, _Attempt]] = []
@@ -99,10 +102,27 @@ class RolloutDispatcher(threading.Thread):
         """Start nothing more, abandon what runs."""
         self._stopping.set()
 
-    def ages(self) -> dict[str, float]:
-        """Running task ids → seconds since their attempt started."""
+    @property
+    def n_running(self) -> int:
+        return len(self._running)
+
+    def oldest(self, most: int) -> dict[str, float]:
+        """The rollouts that run longest: task ids → seconds since their attempt started."""
         now = time.monotonic()
-        return {str(a.task.id): now - a.started for a in list(self._running.values())}
+        first = list(islice(self._running.values(), most))  # in the order of their starts, and at once
+        return {str(attempt.task.id): now - attempt.started for attempt in first}
+
+    def stacks(self, most: int = 20) -> str:
+        """Where the oldest running rollouts are, as text."""
+        now, stacks = time.monotonic(), self._pool.stacks()
+        running = list(self._running.items())  # in the order of their starts, and at once: this thread is another one
+        parts = [
+            f"{attempt.task.id}, attempt {attempt.number + 1}, {now - attempt.started:.0f} s:\n{stacks.get(number, '')}"
+            for number, attempt in running[:most]
+        ]
+        if len(running) > most:
+            parts.append(f"… and {len(running) - most} more\n")
+        return "".join(parts)
 
     def run(self) -> None:
         try:
@@ -121,6 +141,9 @@ class RolloutDispatcher(threading.Thread):
 
     def _tell(self, outcome: Outcome) -> None:
         self._outcomes.put(outcome)
+        if self._is_woken:  # it has not looked since it was last told
+            return
+        self._is_woken = True
         with contextlib.suppress(Full):  # only to wake the loop sooner; it looks every 0.1 s anyway
             self._input.put_nowait(None)
 
@@ -148,6 +171,7 @@ class RolloutDispatcher(threading.Thread):
             self._pool.submit(attempt_id, attempt.task)
 
     def _settle_outcomes(self) -> None:
+        self._is_woken = False
         with contextlib.suppress(Empty):
             while True:
                 outcome = self._outcomes.get_nowait()
@@ -157,7 +181,14 @@ class RolloutDispatcher(threading.Thread):
                 if outcome.error is None:
                     self._death_codes.clear()
                     self._output.put(
-                        RolloutResult(attempt.task, outcome.result, attempt.version, retries=attempt.number)
+                        RolloutResult(
+                            attempt.task,
+                            outcome.result,
+                            attempt.version,
+                            retries=attempt.number,
+                            encoded=outcome.encoded,
+                            reasons=attempt.reasons,
+                        )
                     )
                 else:
                     self._note_death(outcome.error)
@@ -177,32 +208,33 @@ class RolloutDispatcher(threading.Thread):
                 self._failed(attempt, RolloutTimeout(message), message)
 
     def _note_death(self, error: BaseException) -> None:
+        if isinstance(error, WorkerPoolBroken):
+            raise error
         if not isinstance(error, WorkerDied):
             return
         self._death_codes.append(error.exit_code)
         if len(self._death_codes) > self._max_restarts:
             raise WorkerPoolBroken(
-                f"{len(self._death_codes)} worker processes died in a row, with exit codes {self._death_codes}"
+                f"{len(self._death_codes)} worker processes died in a row, with exit codes {self._death_codes}; "
+                f"the last one: {error}"
             )
 
     def _failed(self, attempt: _Attempt, error: BaseException, text: str) -> None:
-        task, number = attempt.task, attempt.number
+        task, number, reasons = attempt.task, attempt.number, (*attempt.reasons, reason_of(error))
         if number < self._max_retries:
             delay = min(MAX_BACKOFF_S, self._backoff * 2**number) * random.uniform(0.8, 1.2)
-            logger.info("Task %s: attempt %d failed (%s); next in %.2f s", task.id, number + 1, _line(error), delay)
-            retry = _Attempt(task, number + 1)
+            logger.info("Task %s: attempt %d failed (%s); next in %.2f s", task.id, number + 1, in_words(error), delay)
+            retry = _Attempt(task, number + 1, reasons=reasons)
             heapq.heappush(self._delayed, (time.monotonic() + delay, next(self._ids), retry))
         elif self._raise:
-            self._output.put(RolloutException(error, text, task, retries=number))
+            self._output.put(RolloutException(error, text, task, retries=number, reasons=reasons))
         else:
-            logger.warning("Task %s: failed after %d attempts (%s)", task.id, number + 1, _line(error))
+            logger.warning("Task %s: failed after %d attempts (%s)", task.id, number + 1, in_words(error))
             self._output.put(
-                RolloutResult(task, SampleGroup(is_rejected=True), attempt.version, error=error, retries=number)
+                RolloutResult(
+                    task, SampleGroup(is_rejected=True), attempt.version, error=error, retries=number, reasons=reasons
+                )
             )
-
-
-def _line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
 
 
 def _executor_factory(call: RolloutCall, kind: ExecutorType, start_method: str) -> Callable[[], Executor]:

@@ -11,6 +11,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from itertools import count
+from math import isfinite
 from queue import Empty, Queue, SimpleQueue
 from statistics import fmean
 from typing import Any
@@ -19,6 +21,7 @@ import httpx
 
 from upweight.api_client import APIError, NotFoundError
 from upweight.rollout.context import RolloutContext
+from upweight.rollout.exceptions import in_words
 from upweight.rollout.messages import Evaluated
 from upweight.rollout.models import Task
 from upweight.rollout.workers import InThread, Outcome, RolloutCall, WorkerPool
@@ -48,6 +51,8 @@ class Evaluator(threading.Thread):
         call = RolloutCall(eval_fn, context)
         self._pool = WorkerPool(lambda: InThread(call), self._outcomes.put)
         self._requests: SimpleQueue[int | None] = SimpleQueue()
+        self._numbers = count()
+        self._timeout = context.config.rollout_timeout
         self._stopping = threading.Event()
 
     def request(self, version: int) -> None:
@@ -69,23 +74,37 @@ class Evaluator(threading.Thread):
 
     def _score(self, version: int) -> dict[str, float]:
         """Means over the tasks that report a name."""
-        waiting, running, scores = list(enumerate(self._tasks)), 0, list[Mapping[str, float]]()
+        waiting, running, scores = list(self._tasks), set[int](), list[Mapping[str, float]]()
         while (waiting or running) and not self._stopping.is_set():
-            while waiting and running < self._concurrency:
-                number, spec = waiting.pop()
-                self._pool.submit(number, Task(spec=spec, starting_inference_version=version))
-                running += 1
+            while waiting and len(running) < self._concurrency:
+                number = next(self._numbers)
+                self._pool.submit(number, Task(spec=waiting.pop(), starting_inference_version=version))
+                running.add(number)
             try:
                 outcome = self._outcomes.get(timeout=0.1)
             except Empty:
+                running -= self._give_up(running)
                 continue
-            running -= 1
-            if outcome.error is None:
+            running.discard(outcome.attempt_id)
+            if outcome.error is not None:
+                logger.warning("An evaluation task failed: %s", in_words(outcome.error))
+            elif _is_score(outcome.result):
                 scores.append(outcome.result)
             else:
-                logger.warning("An evaluation task failed: %s: %s", type(outcome.error).__name__, outcome.error)
+                logger.warning("An evaluation task gave no finite numbers by name, but %.200r", outcome.result)
         names = sorted({name for score in scores for name in score})
         return {name: fmean(float(score[name]) for score in scores if name in score) for name in names}
+
+    def _give_up(self, running: Iterable[int]) -> set[int]:
+        """The tasks that take longer than a rollout may; they are left behind."""
+        if self._timeout is None:
+            return set()
+        limit = time.monotonic() - self._timeout
+        late = {number for number in running if (began := self._pool.began(number)) is not None and began < limit}
+        for number in late:
+            self._pool.abandon(number)
+            logger.warning("An evaluation task took longer than %s s; it does not count", self._timeout)
+        return late
 
     def _report(self, version: int, means: Mapping[str, float]) -> None:
         jobs, job_id = self._context.api_client.v1alpha1.fine_tuning.jobs, self._context.config.job_id
@@ -96,6 +115,15 @@ class Evaluator(threading.Thread):
             logger.info("Job %s: the server takes no metrics", job_id)
         except (APIError, httpx.HTTPError) as error:
             logger.warning("Job %s: metrics were not stored: %s", job_id, error)
+
+
+def _is_score(result: object) -> bool:
+    if not isinstance(result, Mapping):
+        return False
+    try:
+        return all(isinstance(name, str) and isfinite(value) for name, value in result.items())
+    except (TypeError, OverflowError):
+        return False
 
 
 class EvaluationSchedule:

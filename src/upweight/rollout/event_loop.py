@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 from upweight.rollout.models import Task
-from upweight.rollout.validation import check_group
 from upweight.rollout.workers import Outcome, RolloutCall
 
 
@@ -35,6 +36,7 @@ class EventLoopPool:
         self._lock = threading.Lock()
         self._running: dict[int, asyncio.Task[None] | None] = {}
         self._began: dict[int, float] = {}
+        self._arrived: list[tuple[int, Task[Any]]] = []
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run_loop, name="rollout-loop", daemon=True)
         self._thread.start()
@@ -42,7 +44,10 @@ class EventLoopPool:
     def submit(self, attempt_id: int, task: Task[Any]) -> None:
         with self._lock:
             self._running[attempt_id] = None
-        self._loop.call_soon_threadsafe(self._start, attempt_id, task)
+            self._arrived.append((attempt_id, task))
+            is_first = len(self._arrived) == 1
+        if is_first:  # the others are taken along
+            self._loop.call_soon_threadsafe(self._start_arrived)
 
     def began(self, attempt_id: int) -> float | None:
         """Monotonic time at which the rollout was called; None before."""
@@ -56,6 +61,13 @@ class EventLoopPool:
             work = self._running.pop(attempt_id, None)
         if work is not None:
             self._loop.call_soon_threadsafe(work.cancel)
+
+    def stacks(self) -> dict[int, str]:
+        """Where each running attempt waits, by its number."""
+        with self._lock:
+            running = dict(self._running)
+        now = sys._current_frames().get(self._thread.ident or 0)
+        return {n: _stack_of(work.get_coro(), now) for n, work in running.items() if work is not None}
 
     def close(self, timeout: float) -> None:
         """Cancel what runs and end the loop; a rollout that ignores its cancellation is left after `timeout` s."""
@@ -84,6 +96,12 @@ class EventLoopPool:
         else:
             ending.add_done_callback(lambda _: self._loop.stop())
 
+    def _start_arrived(self) -> None:
+        with self._lock:
+            arrived, self._arrived = self._arrived, []
+        for attempt_id, task in arrived:
+            self._start(attempt_id, task)
+
     def _start(self, attempt_id: int, task: Task[Any]) -> None:
         work = self._loop.create_task(self._attempt(attempt_id, task))
         with self._lock:
@@ -96,9 +114,7 @@ class EventLoopPool:
     async def _attempt(self, attempt_id: int, task: Task[Any]) -> None:
         try:
             result = await self._call.rollout_fn(task=task.spec, context=self._call.context)
-            if self._call.group_size is not None:
-                check_group(task.id, result, self._call.group_size)
-            outcome = Outcome(attempt_id, result)
+            outcome = Outcome(attempt_id, *self._call.check(task, result))
         except BaseException as error:  # noqa: BLE001 (sys.exit() in a rollout is a failed rollout too)
             outcome = Outcome(attempt_id, error=error, traceback=traceback.format_exc())
         with self._lock:
@@ -106,3 +122,14 @@ class EventLoopPool:
             known = self._running.pop(attempt_id, self) is not self
         if known:
             self._on_outcome(outcome)
+
+
+def _stack_of(waiting: Any, now: FrameType | None) -> str:
+    """From the attempt down to what it awaits; of the one that runs, `now` is where its thread is."""
+    if now is not None and getattr(waiting, "cr_running", False):
+        return "".join(traceback.format_stack(now))
+    lines: list[str] = []
+    while (frame := getattr(waiting, "cr_frame", None)) is not None:
+        lines += traceback.format_stack(frame, limit=1)
+        waiting = waiting.cr_await
+    return "".join(lines)

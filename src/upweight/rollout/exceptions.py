@@ -45,12 +45,38 @@ class RolloutValidationError(RolloutError):
         return type(self), (str(self), self.reason)
 
 
-class DatasetExhausted(RolloutError):
-    """The dataset ended before `num_batches` were full; the open batch can be resumed."""
+class RemoteError(RolloutError):
+    """Stands for an exception of a worker process that cannot be pickled; `reason` is the name of its type."""
 
-    def __init__(self, *, filled: int, needed: int, open_samples: int) -> None:
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.reason)
+
+
+def in_words(error: BaseException) -> str:
+    """Type and text; some exceptions of others cannot even be shown."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # noqa: BLE001 (whatever a foreign `__str__` raises)
+        return f"{type(error).__name__} (its text cannot be shown)"
+
+
+def reason_of(error: BaseException) -> str:
+    """A short code to count failures by: the problem of a bad result, else the type of the exception."""
+    reason = getattr(error, "reason", None) if isinstance(error, RolloutError) else None
+    return reason if isinstance(reason, str) and reason else type(error).__name__
+
+
+class DatasetExhausted(RolloutError):
+    """The dataset ended before `num_batches` were full; the open batch can be resumed. `losses`: what became of the rest."""
+
+    def __init__(self, *, filled: int, needed: int, open_samples: int, losses: str = "") -> None:
         super().__init__(
-            f"The dataset ended with {filled} of {needed} batches filled and {open_samples} samples in the open one; "
+            f"The dataset ended with {filled} of {needed} batches filled and {open_samples} samples in the open one"
+            f"{f' ({losses})' if losses else ''}; "
             "give more tasks and run again to resume, or wrap the dataset in CyclingDataset"
         )
         self.filled = filled
@@ -61,9 +87,10 @@ class DatasetExhausted(RolloutError):
 class WorkerDied(RolloutError):
     """A process worker ended while a rollout was inside it."""
 
-    def __init__(self, exit_code: int | None) -> None:
+    def __init__(self, exit_code: int | None, *, is_starting: bool = False) -> None:
         how = "" if exit_code is None else f" with exit code {exit_code}"
-        super().__init__(f"the worker process died{how}")
+        hint = " while it started; a script needs `if __name__ == '__main__':` around its work" if is_starting else ""
+        super().__init__(f"the worker process died{how}{hint}")
         self.exit_code = exit_code
 
 

@@ -33,7 +33,7 @@ class DatasetFeeder(threading.Thread):
         while (n := self._requests.get()) is not None:
             try:
                 specs, state = self._draw(n)
-            except Exception as error:  # noqa: BLE001 (raised again from run())
+            except BaseException as error:  # noqa: BLE001 (raised again from run(); sys.exit() in a dataset too)
                 self._output.put(DatasetFailed(error))
                 return
             self._output.put(TasksDrawn(specs, not specs, state))

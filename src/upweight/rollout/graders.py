@@ -25,7 +25,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
-from typing import Any, NoReturn
+from typing import Any
 
 from upweight.errors import RolloutError
 
@@ -58,7 +58,8 @@ class GraderCounts:
 class GraderPool:
     """Calls `fn(*args, **kw)` in `workers` processes; a call that fails scores `score_on_failure`.
 
-    Use as a context manager, or `close()` it. Threads call `grade`, coroutines await `grade_async`.
+    Use as a context manager, or `close()` it. Threads call `grade`, coroutines await `grade_async`. Sent to the worker processes
+    of a run (`executor_type` "process" or "ray"), each makes itself one grader process when it first grades.
 
     Args:
         fn: picklable (at the top of a module); it and its arguments are sent to the workers.
@@ -91,12 +92,23 @@ class GraderPool:
             ) from error
         self._timeout, self._start_timeout = timeout, start_timeout
         self._score_on_failure, self._raise = score_on_failure, raise_on_error
+        self._make_live(workers)
+        self._start_children()
+
+    def _make_live(self, workers: int) -> None:
+        self._workers = workers
         self._changed = threading.Condition()
         self._counts = GraderCounts()
         self._closed = False
-        self._children = {_Child(self._payload, timeout) for _ in range(workers)}
-        self._free = deque(self._children)
+        self._children: set[_Child] | None = None
+        self._free: deque[_Child] = deque()
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="grader")
+
+    def _start_children(self) -> None:
+        with self._changed:
+            if self._children is None and not self._closed:
+                self._children = {_Child(self._payload, self._timeout) for _ in range(self._workers)}
+                self._free.extend(self._children)
 
     # -- grading
 
@@ -107,6 +119,7 @@ class GraderPool:
             GraderError: see `raise_on_error`; also when no worker can be started at all.
             RuntimeError: the pool is closed.
         """
+        self._start_children()
         child = self._take()
         try:
             child.wait_ready(self._start_timeout)
@@ -133,7 +146,7 @@ class GraderPool:
     def pids(self) -> list[int]:
         """Process ids of the workers."""
         with self._changed:
-            return [child.pid for child in self._children]
+            return [child.pid for child in self._children or ()]
 
     def _settle(self, outcome: _Outcome, name: str, seconds: float) -> Any:
         with self._changed:
@@ -164,7 +177,7 @@ class GraderPool:
         if not keep:
             child.kill()
         with self._changed:
-            if not keep:
+            if not keep and self._children is not None:
                 self._children.discard(child)
                 if not self._closed:
                     child = _Child(self._payload, self._timeout)
@@ -183,7 +196,7 @@ class GraderPool:
         """Kill the workers; grades under way raise `RuntimeError`. Idempotent."""
         with self._changed:
             self._closed = True
-            children, self._children = self._children, set()
+            children, self._children = self._children or set(), None
             self._free.clear()
             self._changed.notify_all()
         for child in children:
@@ -196,10 +209,14 @@ class GraderPool:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def __getstate__(self) -> NoReturn:
-        raise TypeError(
-            "a GraderPool cannot be sent to another process; with executor_type='process' use rollout_timeout"
-        )
+    def __getstate__(self) -> dict[str, Any]:
+        """What travels: grader and settings. A worker process, which runs one rollout at a time, gets one grader of its own."""
+        kept = ("_payload", "_timeout", "_start_timeout", "_score_on_failure", "_raise")
+        return {name: getattr(self, name) for name in kept}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._make_live(1)
 
 
 @dataclass(frozen=True)

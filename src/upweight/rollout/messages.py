@@ -19,7 +19,7 @@ class TasksDrawn:
 
 @dataclass
 class DatasetFailed:
-    exception: Exception
+    exception: BaseException
 
 
 @dataclass

@@ -8,11 +8,18 @@ one polled when the rollout started; the runner stores it as `starting_inference
 
 from __future__ import annotations
 
+import os
+import random
 import uuid
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
 T = TypeVar("T")
+
+# Of our own, so that a seed set by the user repeats no id; a child process gets another one. Asking the system each time would
+# hand the interpreter to another thread each time.
+_bits = random.Random(os.urandom(32))
+os.register_at_fork(after_in_child=lambda: _bits.seed(os.urandom(32)))
 
 
 class BaseID(str):
@@ -23,7 +30,7 @@ class BaseID(str):
 
     @classmethod
     def generate(cls) -> Self:
-        return cls(f"{cls.PREFIX}-{uuid.uuid4().hex}")
+        return cls(f"{cls.PREFIX}-{uuid.UUID(int=_bits.getrandbits(128), version=4).hex}")
 
 
 class TaskID(BaseID):
@@ -79,14 +86,21 @@ class RolloutException:
     traceback: str
     task: Task[Any] | None = field(default=None, compare=False)
     retries: int = field(default=0, compare=False)
+    reasons: tuple[str, ...] = field(default=(), compare=False)
 
 
 @dataclass
 class RolloutResult:
-    """What became of a task. `error` is set when its last attempt failed; the group is then a rejected one."""
+    """What became of a task. `error` is set when its last attempt failed; the group is then a rejected one.
+
+    `encoded` holds the samples as they will be uploaded, if they were checked (`upweight.rollout.validation`);
+    `reasons` says why attempts failed, one code for each.
+    """
 
     task: Task[Any]
     sample_group: SampleGroup
     starting_inference_version: int | None = field(default=None, compare=False)
     error: BaseException | None = field(default=None, compare=False)
     retries: int = field(default=0, compare=False)
+    encoded: list[Any] | None = field(default=None, compare=False, repr=False)
+    reasons: tuple[str, ...] = field(default=(), compare=False)

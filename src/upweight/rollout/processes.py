@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import pickle
 import signal
 import threading
@@ -11,10 +12,9 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from upweight.errors import RolloutError
-from upweight.rollout.exceptions import WorkerDied
+from upweight.rollout.exceptions import RemoteError, WorkerDied, WorkerPoolBroken, in_words
 from upweight.rollout.models import Task
-from upweight.rollout.workers import RolloutCall
+from upweight.rollout.workers import Finished, RolloutCall
 
 _starting = threading.Lock()  # with fork, a child started at the same time would inherit this child's pipe end
 EXIT_GRACE_S = 1.0
@@ -55,22 +55,27 @@ class InProcess:
     def prepare(self) -> None:
         if self._pipe is None:
             try:
-                self._start_child().recv()  # it is ready
+                problem = self._start_child().recv()
             except (EOFError, OSError):
-                raise WorkerDied(self._bury()) from None
+                raise WorkerDied(self._bury(), is_starting=True) from None
+            except RuntimeError as error:  # a script without a guard that runs again in its own child
+                raise WorkerPoolBroken(f"a worker process cannot be started: {error}") from error
+            if problem is not None:
+                self._bury()
+                raise WorkerPoolBroken(
+                    f"a worker process cannot load the rollout function: {problem}; define it in a module that can be "
+                    "imported, or use executor_type='thread'"
+                )
 
-    def run(self, task: Task[Any]) -> Any:
+    def run(self, task: Task[Any]) -> Finished:
         pipe = self._pipe
         assert pipe is not None, "prepare() comes first"
         try:
             pipe.send(task)
-            result, error, text = pipe.recv()
+            finished, error, text = pipe.recv()
         except (EOFError, OSError):
             raise WorkerDied(self._bury()) from None
-        if error is not None:
-            error.remote_traceback = text
-            raise error
-        return result
+        return unpacked(finished, error, text)
 
     def kill(self) -> None:
         self._killed = True
@@ -103,17 +108,24 @@ class InProcess:
         process, pipe, self._process, self._pipe = self._process, self._pipe, None, None
         if pipe is not None:
             pipe.close()
+        if process is None:  # the system refused to start it
+            return None
         process.join(EXIT_GRACE_S)
         code: int | None = process.exitcode
-        if code is not None:
-            process.close()
-        return code
+        return code  # not closed by hand: the interpreter may be joining it at its exit
 
 
 def child_main(pipe: Connection, payload: bytes) -> None:
     """Loop of a child: ends when the parent closes the pipe or dies."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
-    call: RolloutCall = pickle.loads(payload)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    # Such processes may have no children, but a grader pool needs some; they end when this process does.
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    try:
+        call: RolloutCall = pickle.loads(payload)
+    except BaseException as error:  # noqa: BLE001 (told to the parent, whatever the module of the function raises)
+        pipe.send(f"{type(error).__name__}: {error}")
+        return
     pipe.send(None)
     while True:
         try:
@@ -123,14 +135,31 @@ def child_main(pipe: Connection, payload: bytes) -> None:
         pipe.send(attempt(call, task))
 
 
-def attempt(call: RolloutCall, task: Task[Any]) -> tuple[Any, BaseException | None, str]:
-    """(result, error, its traceback); runs in the worker, and what it returns can be pickled."""
+def _end_with_parent() -> None:
+    """A rollout that hangs must not outlive a run that was killed."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def attempt(call: RolloutCall, task: Task[Any]) -> tuple[Finished | None, BaseException | None, str]:
+    """(what it finished with, error, its traceback); runs in the worker, and what it returns can be pickled."""
     try:
-        result = call(task)
-        pickle.dumps(result)
+        finished = call(task)
+        pickle.dumps(finished.result)
     except BaseException as error:  # noqa: BLE001 (the parent decides; sys.exit() in a rollout must not end the child)
         return None, _portable(error), traceback.format_exc()
-    return result, None, ""
+    return finished, None, ""
+
+
+def unpacked(finished: Finished | None, error: BaseException | None, text: str) -> Finished:
+    """What `attempt` returned, in the parent: the end of the attempt, or its error raised."""
+    if finished is None:
+        assert error is not None
+        error.remote_traceback = text  # type: ignore[attr-defined]
+        raise error
+    return finished
 
 
 def _portable(error: BaseException) -> BaseException:
@@ -138,5 +167,5 @@ def _portable(error: BaseException) -> BaseException:
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:  # noqa: BLE001 (whatever a foreign class raises while being pickled)
-        return RolloutError(f"{type(error).__name__}: {error}")
+        return RemoteError(in_words(error), type(error).__name__)
     return error

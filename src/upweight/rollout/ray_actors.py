@@ -17,8 +17,8 @@ from typing import Any
 from upweight.errors import RolloutError
 from upweight.rollout.exceptions import WorkerDied
 from upweight.rollout.models import Task
-from upweight.rollout.processes import attempt, pickled_call
-from upweight.rollout.workers import RolloutCall
+from upweight.rollout.processes import attempt, pickled_call, unpacked
+from upweight.rollout.workers import Finished, RolloutCall
 
 
 def ray_executors(call: RolloutCall) -> Callable[[], InRay]:
@@ -66,7 +66,7 @@ class _Actor:
     def ready(self) -> None:
         """Answered once the actor is there."""
 
-    def attempt(self, task: Task[Any]) -> tuple[Any, BaseException | None, str]:
+    def attempt(self, task: Task[Any]) -> tuple[Finished | None, BaseException | None, str]:
         return attempt(self._call, task)
 
 
@@ -87,12 +87,8 @@ class InRay:
             self.kill()
         self._get(self._actor.ready.remote())
 
-    def run(self, task: Task[Any]) -> Any:
-        result, error, text = self._get(self._actor.attempt.remote(task))
-        if error is not None:
-            error.remote_traceback = text
-            raise error
-        return result
+    def run(self, task: Task[Any]) -> Finished:
+        return unpacked(*self._get(self._actor.attempt.remote(task)))
 
     def _get(self, reference: Any) -> Any:
         import ray

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from queue import Empty, Queue
@@ -30,19 +30,22 @@ from upweight.rollout.cursor import DataCursor
 from upweight.rollout.dataset import DatasetProtocol
 from upweight.rollout.dispatcher import DEFAULT_QUEUE_GET_TIMEOUT, RolloutDispatcher
 from upweight.rollout.evaluation import EvaluationSchedule, Evaluator
-from upweight.rollout.exceptions import DatasetExhausted, RolloutStalled, RolloutTimeout, UploadFailed
+from upweight.rollout.exceptions import DatasetExhausted, RolloutStalled, UploadFailed
 from upweight.rollout.feeder import DatasetFeeder
+from upweight.rollout.group_log import GroupLog
+from upweight.rollout.ledger import Ledger, RecentIds, fate_of
 from upweight.rollout.models import JobStatusUpdate, RolloutException, RolloutResult, Task
+from upweight.rollout.progress import in_words
 from upweight.rollout.setup import effective_batches, find_position, make_scheduler, upload_plan
 from upweight.rollout.spool import Spool
-from upweight.rollout.summary import GroupCounts, RunProgress, RunSummary
+from upweight.rollout.summary import RunProgress, RunSummary
 from upweight.rollout.tracker import JobStatusTracker, wait_until_ready
-from upweight.rollout.uploader import Uploader, send_spooled
-from upweight.rollout.validation import reported_version, to_wire
+from upweight.rollout.uploader import Resumed, Uploader, send_spooled
 from upweight.rollout.waits import WaitWatch
 
 logger = logging.getLogger(__name__)
 
+MAX_DRAW = 1024  # tasks asked for at once
 MAX_BACKLOG_BATCHES = 4  # unsent batches beyond which no rollout is started
 
 
@@ -69,8 +72,11 @@ class Run:
         publish: Callable[[RunProgress], None],
         evaluation: EvaluationPlan | None = None,
         cursor: DataCursor | None = None,
+        report_asked: threading.Event | None = None,
     ) -> None:
-        self._api, self._config, self._rollout_fn, self._dataset = api_client, config, rollout_fn, dataset
+        self._report_asked = report_asked or threading.Event()
+        self._api, self._rollout_fn, self._dataset = api_client, rollout_fn, dataset
+        self._config = config.model_copy()  # rollouts can reach the other one, and change it
         self._stopping, self._queue, self._publish = stopping, queue, publish
         self._began = time.monotonic()
         self._context = RolloutContext(config, api_client)
@@ -78,10 +84,16 @@ class Run:
         self._cursor = cursor or DataCursor(dataset, config.spool_dir, config.job_id)
         self._drawn: deque[tuple[int, Any]] = deque()  # numbers and tasks
         self._numbers: dict[str, int] = {}  # of tasks in flight or buffered
-        self._counts = GroupCounts()
+        self._requeues: Counter[int] = Counter()  # how often a task, by number, was put back
+        self._ledger = Ledger()
+        self._recent_ids = RecentIds()
+        self._counts = self._ledger.counts
+        self._group_log = GroupLog(config.group_log, config.job_id)
+        self._resumed = Resumed()
+        self._spool = Spool(None, config.job_id)
         self._dropped_samples = 0
         self._is_drawing = self._dataset_ended = False
-        self._dataset_error: Exception | None = None
+        self._dataset_error: BaseException | None = None
         self._ended_as: str | None = None
         self._filled = self._open_samples = 0
         self._num_batches = config.num_batches
@@ -119,17 +131,20 @@ class Run:
             raise
         finally:
             self._context.close()
+            self._group_log.close()
+            self._spool.close()
 
     def _feed(self, status: JobStatus) -> RunSummary:
-        spool = Spool(self._config.spool_dir, self._config.job_id)
+        self._spool = spool = Spool(self._config.spool_dir, self._config.job_id)
         plan = upload_plan(self._config, self._num_batches)
         with call_limits(cancelled=self._stopping):
-            self._dropped_samples += send_spooled(self._api, plan, spool)
+            self._resumed = send_spooled(self._api, plan, spool)
+            self._dropped_samples += self._resumed.dropped
             opened, position = find_position(self._api, self._config, self._num_batches)
         self._filled, self._open_samples = divmod(position, plan.batch_size)
         self._scheduler = make_scheduler(self._config, self._num_batches, position, status)
         self._uploader = Uploader(self._api, plan, position, self._queue, spool, opened=opened)
-        self._cursor.rewind()
+        self._cursor.rewind(spool.task_numbers)
         self._feeder = DatasetFeeder(self._dataset, self._queue)
         self._tracker = JobStatusTracker(
             self._config.job_id,
@@ -160,6 +175,9 @@ class Run:
             self._start_rollouts()
             cause = self._waiting_for()
             self._publish(self._snapshot(cause))
+            if self._report_asked.is_set():
+                self._report_asked.clear()
+                logger.warning("%s", self.report())
             reason = self._reason_to_end()
             if reason is not None and self._is_evaluated:
                 return reason
@@ -187,10 +205,12 @@ class Run:
         if self._ended_as is not None:
             return self._ended_as
         if self._uploader.backlog:
+            if not self._scheduler.n_in_flight:
+                self._uploader.hurry()
             return None
         if self._scheduler.is_all_finished and self._filled >= (self._num_batches or 0):
             return "all batches are filled"
-        if self._is_source_dry and not self._scheduler.in_flight_task_ids and not self._drawn:
+        if self._is_source_dry and not self._scheduler.n_in_flight and not self._drawn:
             return self._end_of_data()
         return None
 
@@ -210,7 +230,8 @@ class Run:
         if self._dataset_error is not None:
             raise self._dataset_error
         if self._num_batches is not None:
-            raise DatasetExhausted(filled=self._filled, needed=self._num_batches, open_samples=self._open_samples)
+            state = {"filled": self._filled, "needed": self._num_batches, "open_samples": self._open_samples}
+            raise DatasetExhausted(**state, losses=self._ledger.losses())
         return "the dataset ended"
 
     # -- set-up
@@ -256,7 +277,7 @@ class Run:
                 self._tasks.put(task)
         if wanted > len(starting) and not self._is_drawing and not self._is_source_dry:
             self._is_drawing = True
-            self._feeder.request(wanted - len(starting))
+            self._feeder.request(min(wanted - len(starting), MAX_DRAW))
 
     # -- news
 
@@ -297,40 +318,55 @@ class Run:
 
     def _on_result(self, result: RolloutResult) -> None:
         task, group = result.task, result.sample_group
-        self._counts.retries += result.retries
+        self._ledger.note_attempts(result.retries, result.reasons)
         self._watch.note_progress()
         if result.error is not None or group.is_rejected:
-            self._count_loss(result.error)
+            self._ledger.note_loss(result.error)
+            self._group_log.note(result, fate_of(result.error))
             self._scheduler.remove_task(task.id)
-            self._settle(task.id)
-        else:
-            stamp = result.starting_inference_version
-            reported = reported_version(group.samples)
-            version = next(v for v in (reported, stamp, task.starting_inference_version) if v is not None)
-            self._scheduler.set_task_version(task.id, version)
-            wire = [to_wire(sample, task_id=task.id, version=version) for sample in group.samples]
-            self._scheduler.add_sample_group(task.id, wire)
+            if result.error is None or not self._requeue(task):
+                self._settle(task.id)
+            self._hand_over()
+            return
+        encoded = self._recent_ids.unique(result.encoded or [])
+        reported = min((sample.reported for sample in encoded if sample.reported is not None), default=None)
+        stamps = (reported, result.starting_inference_version, task.starting_inference_version)
+        version = next(v for v in stamps if v is not None)
+        samples = [sample.stamp(task.id, version) for sample in encoded]
+        before = self._scheduler.dropped_groups, self._scheduler.surplus_groups
+        self._scheduler.set_task_version(task.id, version)
+        self._scheduler.add_sample_group(task.id, samples)
+        is_dropped = self._scheduler.dropped_groups > before[0]
+        fate = (
+            "dropped_stale" if is_dropped else "surplus" if self._scheduler.surplus_groups > before[1] else "accepted"
+        )
+        self._group_log.note(result, fate, samples)
+        is_back = is_dropped and self._requeue(task)
         self._hand_over()
-        if not self._scheduler.buffered_groups:  # accepted, or else dropped
+        if not is_back and not self._scheduler.buffered_groups:  # accepted, or else dropped
             self._settle(task.id)
 
+    def _requeue(self, task: Task[Any]) -> bool:
+        """Put a lost task back to the end of the queue, if it may come again."""
+        number = self._numbers.get(task.id)
+        if number is None or self._requeues[number] >= self._config.requeue_lost_tasks:
+            return False
+        del self._numbers[task.id]
+        self._requeues[number] += 1
+        self._counts.requeued += 1
+        self._drawn.append((number, task.spec))
+        return True
+
     def _on_exception(self, message: RolloutException) -> None:
-        self._counts.retries += message.retries
+        self._ledger.note_attempts(message.retries, message.reasons)
         if message.task is not None:
-            self._count_loss(message.exception)
+            self._ledger.note_loss(message.exception)
+            self._group_log.note(message, fate_of(message.exception))
             self._scheduler.remove_task(message.task.id)
             self._hand_over()
         if getattr(message.exception, "remote_traceback", None):
             message.exception.add_note(f"In the worker process:\n{message.traceback}")
         raise message.exception
-
-    def _count_loss(self, error: BaseException | None) -> None:
-        if error is None:
-            self._counts.rejected += 1
-        elif isinstance(error, RolloutTimeout):
-            self._counts.timed_out += 1
-        else:
-            self._counts.failed += 1
 
     def _on_version(self, version: int) -> None:
         known = self._scheduler.inference_version
@@ -348,19 +384,18 @@ class Run:
         ready = self._scheduler.get_ready_samples()
         if ready:
             self._watch.note_accepted()
-            self._uploader.put(ready)
-            for task_id in {sample.debug_info["task_id"] for sample in ready}:
+            self._spool.add(ready, self._numbers)
+            for task_id in {sample.task_id for sample in ready}:
                 self._settle(task_id)
-        if self._scheduler.dropped_groups > self._counts.dropped_stale:
-            logger.info("%d groups were dropped as too stale so far", self._scheduler.dropped_groups)
-        self._counts.accepted = self._scheduler.accepted_groups
-        self._counts.dropped_stale = self._scheduler.dropped_groups
-        self._counts.surplus = self._scheduler.surplus_groups
+            self._cursor.save()  # between spool and uploader: see the invariants of the cursor
+            self._uploader.put(ready)
+        self._ledger.note_scheduled(self._scheduler, self._scheduler.get_dropped_groups())
 
     def _settle(self, task_id: str) -> None:
         """The task is done with: a resumed run need not draw it again."""
         number = self._numbers.pop(task_id, None)
         if number is not None:
+            self._requeues.pop(number, None)
             self._cursor.settle(number)
 
     # -- waiting
@@ -371,12 +406,11 @@ class Run:
         if self._uploader.backlog:
             error = self._uploader.last_error
             parts.append(f"upload of {self._uploader.backlog} samples" + (f" (last error: {error})" if error else ""))
-        ages = self._dispatcher.ages()
-        if ages:
-            oldest = sorted(ages.items(), key=lambda item: -item[1])[:5]
-            parts.append(f"{len(ages)} rollouts ({', '.join(f'{name} {age:.0f} s' for name, age in oldest)})")
-        elif self._scheduler.in_flight_task_ids:
-            parts.append(f"retries of {len(self._scheduler.in_flight_task_ids)} rollouts")
+        if n_running := self._dispatcher.n_running:
+            oldest = self._dispatcher.oldest(5)
+            parts.append(f"{n_running} rollouts ({', '.join(f'{name} {age:.0f} s' for name, age in oldest.items())})")
+        elif self._scheduler.n_in_flight:
+            parts.append(f"retries of {self._scheduler.n_in_flight} rollouts")
         if self._is_drawing:
             parts.append("tasks from the dataset")
         if self._evaluation is not None and self._evaluation.pending is not None:
@@ -388,7 +422,7 @@ class Run:
         return "; ".join(parts)
 
     def _kind_of_wait(self) -> str:
-        if self._scheduler.in_flight_task_ids:
+        if self._scheduler.n_in_flight:
             return "rollouts"
         if self._uploader.backlog:
             return "uploads"
@@ -396,16 +430,26 @@ class Run:
             return "dataset"
         return "evaluation" if self._evaluation is not None and self._evaluation.pending is not None else "version"
 
+    def report(self) -> str:
+        """What the run waits for, what it has counted, and where its rollouts are. From any thread."""
+        if not hasattr(self, "_uploader"):
+            return f"Job {self._config.job_id}: waiting for the job to serve"
+        losses = self._ledger.losses() or "nothing lost"
+        return (
+            f"Job {self._config.job_id}: {in_words(self._snapshot(self._waiting_for()))}; {losses}\n"
+            f"{self._dispatcher.stacks()}"
+        )
+
     def _stalled(self, seconds: float) -> RolloutStalled:
         c = self._counts
         return RolloutStalled(
             f"No sample was accepted for {seconds:.0f} s: {c.rejected} rejected, {c.failed} failed, "
             f"{c.dropped_stale} dropped, {c.timed_out} timed out of {c.started} started; "
-            f"waiting for {self._waiting_for()}"
+            f"errors: {dict(self._ledger.errors.most_common())}; waiting for {self._waiting_for()}"
         )
 
     def _snapshot(self, cause: str) -> RunProgress:
-        in_flight, buffered = len(self._scheduler.in_flight_task_ids), self._scheduler.buffered_groups
+        in_flight, buffered = self._scheduler.n_in_flight, self._scheduler.buffered_groups
         return RunProgress(
             counts=replace(self._counts, unfinished=in_flight + buffered),
             batches_filled=self._filled,
@@ -426,6 +470,7 @@ class Run:
         """Give the uploader `shutdown_timeout` to send what was accepted."""
         deadline = time.monotonic() + self._config.shutdown_timeout
         while self._uploader.backlog and self._uploader.is_alive() and time.monotonic() < deadline:
+            self._uploader.hurry()
             time.sleep(0.01)
         if self._uploader.backlog:
             logger.warning("Job %s: %d accepted samples are unsent", self._config.job_id, self._uploader.backlog)
@@ -442,8 +487,12 @@ class Run:
     def _summary(self, reason: str) -> RunSummary:
         summary = RunSummary(**vars(self._counts), seconds=time.monotonic() - self._began, reason=reason)
         summary.batches_filled = self._filled
+        summary.errors = dict(self._ledger.errors.most_common())
+        summary.dropped_ages = dict(sorted(self._ledger.dropped_ages.items()))
+        summary.dropped_lengths = dict(sorted(self._ledger.dropped_lengths.items()))
+        summary.resumed_samples, summary.stored_before = self._resumed.samples, self._resumed.stored_before
         if hasattr(self, "_scheduler"):
-            summary.unfinished = len(self._scheduler.in_flight_task_ids) + self._scheduler.buffered_groups
+            summary.unfinished = self._scheduler.n_in_flight + self._scheduler.buffered_groups
             summary.surplus_samples = self._scheduler.surplus_samples
             summary.dropped_samples = self._dropped_samples
             summary.unsent_samples = self._uploader.backlog

@@ -15,7 +15,7 @@ from upweight.rollout.dispatcher import DEFAULT_QUEUE_GET_TIMEOUT, RolloutDispat
 from upweight.rollout.messages import RolloutRunnerInputs, WakeUp
 from upweight.rollout.progress import KINDS, ProgressKind, Show, reporting
 from upweight.rollout.run import EvaluationPlan, Run
-from upweight.rollout.signals import stop_on_signals
+from upweight.rollout.signals import run_signals
 from upweight.rollout.summary import RunProgress, RunSummary
 from upweight.rollout.tracker import JobStatusTracker
 
@@ -79,12 +79,26 @@ class RolloutRunner:
         self._progress: RunProgress | None = None
         self._show: Show = lambda progress: None
         self._stopped_by: str | None = None
+        self._report_asked = threading.Event()
+        self._busy = threading.Lock()
+        self._run: Run | None = None
 
     def run(self) -> RunSummary:
         """Feed the job until it is full, the data ends, or `stop()`, SIGINT or SIGTERM.
 
         May be called again: each call resumes from the server's state.
+
+        Raises:
+            RuntimeError: it is running already, in another thread.
         """
+        if not self._busy.acquire(blocking=False):
+            raise RuntimeError("this runner is already running; make another one for a second run at the same time")
+        try:
+            return self._run_once()
+        finally:
+            self._busy.release()
+
+    def _run_once(self) -> RunSummary:
         self._queue = Queue()
         self._progress = None
         run = Run(
@@ -97,15 +111,18 @@ class RolloutRunner:
             self._publish,
             self._evaluation,
             self._cursor,
+            self._report_asked,
         )
+        self._run = run
         try:
             kind, job_id = self._progress_kind, self._config.job_id
-            with stop_on_signals(self._stop_by_signal), reporting(kind, job_id) as self._show:
+            with run_signals(self._stop_by_signal, self._report_asked.set), reporting(kind, job_id) as self._show:
                 summary = run.execute()
             if self._stopped_by is not None and summary.reason == "stopped":
                 summary.reason = f"stopped by {self._stopped_by}"
             return summary
         finally:
+            self._run = None
             self._stopping.clear()
             self._stopped_by = None
 
@@ -117,6 +134,14 @@ class RolloutRunner:
     def progress(self) -> RunProgress | None:
         """The latest snapshot of the run; None before the job is ready. Thread-safe."""
         return self._progress
+
+    def report(self) -> str:
+        """What the run waits for, its counts, and the stacks of its oldest rollouts. Thread-safe.
+
+        SIGUSR1 logs it while `run()` is in the main thread.
+        """
+        run = self._run
+        return "no run is under way" if run is None else run.report()
 
     def _publish(self, progress: RunProgress) -> None:
         self._progress = progress

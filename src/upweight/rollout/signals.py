@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM while a run is in the main thread: the first one stops the run, a second one interrupts it."""
+"""Signals while a run is in the main thread: a first SIGINT or SIGTERM stops it, a second one interrupts it, SIGUSR1 asks for a report."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 
 @contextmanager
-def stop_on_signals(stop: Callable[[str], None]) -> Iterator[None]:
-    """Call `stop(signal name)` on the first signal inside the block; former handlers come back after it."""
+def run_signals(stop: Callable[[str], None], report: Callable[[], None]) -> Iterator[None]:
+    """Call `stop(signal name)` on the first signal to end, `report()` on SIGUSR1; former handlers come back after the block.
+
+    SIGUSR1 is left alone where the program has a handler of its own, and where there is none such (Windows).
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -23,7 +27,10 @@ def stop_on_signals(stop: Callable[[str], None]) -> Iterator[None]:
         seen.append(number)
         stop(signal.Signals(number).name)
 
-    former = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    former: dict[int, Any] = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    asks = getattr(signal, "SIGUSR1", None)
+    if asks is not None and signal.getsignal(asks) is signal.SIG_DFL:
+        former[asks] = signal.signal(asks, lambda number, frame: report())
     try:
         yield
     finally:

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 class GroupCounts:
     """What became of the groups started. At the end of a run the fates add up to `started`; `retries` stand apart.
 
-    `accepted` groups were given places; `unfinished` ones were in flight or buffered when the run ended.
+    `accepted` groups were given places; `unfinished` ones were in flight or buffered when the run ended. `requeued` of the
+    lost ones were put back to be started again.
     """
 
     started: int = 0
@@ -21,6 +22,7 @@ class GroupCounts:
     surplus: int = 0
     unfinished: int = 0
     retries: int = 0
+    requeued: int = 0
 
     @property
     def fates(self) -> int:
@@ -45,7 +47,9 @@ class RunSummary(GroupCounts):
 
     `surplus_samples`: had no place in the last batch; `dropped_samples`: somebody else had taken their places;
     `unsent_samples`: not uploaded when the run ended. `staleness` counts stored samples by `batch − 1 − version`,
-    `waited` is seconds by cause, `evaluations` are the held-out means by version.
+    `waited` is seconds by cause, `evaluations` are the held-out means by version. `errors` counts failed attempts by reason.
+    `dropped_ages` counts groups dropped as stale by their staleness, `dropped_lengths` their samples by length in tokens,
+    rounded up to a power of two. `resumed_samples` were left unsent by an earlier run: `stored_before` of them had arrived.
     """
 
     batches_filled: int = 0
@@ -54,6 +58,11 @@ class RunSummary(GroupCounts):
     surplus_samples: int = 0
     dropped_samples: int = 0
     unsent_samples: int = 0
+    resumed_samples: int = 0
+    stored_before: int = 0
+    errors: dict[str, int] = field(default_factory=dict)
+    dropped_ages: dict[int, int] = field(default_factory=dict)
+    dropped_lengths: dict[int, int] = field(default_factory=dict)
     staleness: dict[int, int] = field(default_factory=dict)
     waited: dict[str, float] = field(default_factory=dict)
     evaluations: dict[int, dict[str, float]] = field(default_factory=dict)

@@ -18,6 +18,7 @@ import httpx
 from upweight.api_client import APIError, BadRequestError, TokenFactory
 from upweight.api_client._retry import call_limits, is_retryable
 from upweight.api_client.models.rl_job import JobStatus
+from upweight.rollout import waits
 from upweight.rollout.exceptions import JobInitializationTimeout, JobNotServing, JobUnavailable
 from upweight.rollout.messages import Broken, JobEnded
 from upweight.rollout.models import JobStatusUpdate
@@ -43,6 +44,7 @@ def wait_until_ready(
     began = time.monotonic()
     deadline = None if timeout is None else began + timeout
     last_error: Exception | None = None
+    warned = began
     while not stopping.is_set():
         try:
             with call_limits(deadline=deadline if timeout else None, cancelled=stopping, one_try=timeout == 0):
@@ -54,6 +56,9 @@ def wait_until_ready(
             last_error = error
         if is_refusal(last_error) or (deadline is not None and time.monotonic() >= deadline):
             raise JobInitializationTimeout(job_id=job_id, timeout_seconds=timeout or 0, last_exception=last_error)
+        if time.monotonic() - warned >= waits.WARN_EVERY_S:
+            warned = time.monotonic()
+            logger.warning("Job %s does not serve since %.0f s: %s", job_id, warned - began, last_error)
         left = poll_interval if deadline is None else min(poll_interval, deadline - time.monotonic())
         stopping.wait(max(MIN_POLL_INTERVAL_S, left))
     return None

@@ -7,6 +7,8 @@ Invariants
 4. Samples whose upload ended without an answer may be stored or not ("uncertain"). Sent again they count once: where
    their places had been taken for somebody else's, these are given back.
 5. A batch is opened as soon as the one before is full, but none after the last.
+6. Samples wait at most COLLECT_S for others to travel with, and not at all once they are an eighth of a batch, close it, fill a
+   request of MAX_BYTES (less where the server answers 413), or nothing else is coming (`hurry`).
 """
 
 from __future__ import annotations
@@ -15,8 +17,9 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from queue import Queue
 from typing import Any, TypeGuard
 
@@ -24,16 +27,20 @@ import httpx
 
 from upweight.api_client import APIError, BadRequestError, NotFoundError, TokenFactory
 from upweight.api_client._retry import call_limits
-from upweight.api_client.models.rl_job import Batch, BatchStatus, Sample
+from upweight.api_client.models.rl_job import Batch, BatchStatus
 from upweight.rollout.exceptions import BatchSizeMismatch, UploadFailed
 from upweight.rollout.messages import Broken, PlacesTaken, Uploaded
 from upweight.rollout.spool import Spool
 from upweight.rollout.tracker import is_refusal
+from upweight.rollout.validation import StampedSample
 
 logger = logging.getLogger(__name__)
 
 FIRST_WAIT_S = 1.0
 MAX_WAIT_S = 30.0
+COLLECT_S = 0.1
+PARTS_OF_A_BATCH = 8
+MAX_BYTES = 16 << 20  # of the samples in one request; one sample goes whatever its size
 
 
 @dataclass(frozen=True)
@@ -46,13 +53,12 @@ class UploadPlan:
     staleness: int | None
     timeout: float
 
-    def fits(self, sample: Sample, place: int) -> bool:
+    def fits(self, sample: StampedSample, place: int) -> bool:
         """Whether a stamped sample may enter a place, by the end of the run and by its staleness."""
         index = place // self.batch_size
         if self.num_batches is not None and index >= self.num_batches:
             return False
-        version: int = sample.debug_info["starting_inference_version"]
-        return self.staleness is None or index - 1 - version <= self.staleness
+        return self.staleness is None or index - 1 - sample.version <= self.staleness
 
 
 def open_batch(api_client: TokenFactory, job_id: str, index: int) -> Batch:
@@ -93,33 +99,71 @@ def check_capacity(batch_size: int, batch: Batch) -> None:
         )
 
 
-def send_spooled(api_client: TokenFactory, plan: UploadPlan, spool: Spool) -> int:
-    """Send what an earlier run left behind; returns how many samples were dropped as too stale.
+def _is_too_large(error: Exception) -> bool:
+    return isinstance(error, BadRequestError) and error.response is not None and error.response.status_code == 413
+
+
+def _within_bytes(samples: Iterable[StampedSample], max_bytes: int) -> list[StampedSample]:
+    """The first ones, up to `max_bytes` together, but at least one."""
+    chunk: list[StampedSample] = []
+    size = 0
+    for sample in samples:
+        size += len(sample.body)
+        if chunk and size > max_bytes:
+            break
+        chunk.append(sample)
+    return chunk
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What became of the samples that an earlier run had not sent for certain; `stored_before` of them had arrived."""
+
+    samples: int = 0
+    stored_before: int = 0
+    dropped: int = 0
+
+
+def send_spooled(api_client: TokenFactory, plan: UploadPlan, spool: Spool) -> Resumed:
+    """Send what an earlier run left behind.
 
     The server may have stored some of them already, so each chunk is placed by the server's own count.
 
     Raises:
         UploadFailed: with the samples still unsent (they stay on disk).
     """
-    left, dropped = spool.load(), 0
-    if left:
-        logger.info("Job %s: %d samples of an earlier run are sent first", plan.job_id, len(left))
+    left = spool.load()
+    if not left:
+        return Resumed()
+    total, stored_before, dropped, max_bytes = len(left), 0, 0, MAX_BYTES
+    logger.info("Job %s: %d samples of an earlier run are sent first", plan.job_id, total)
     while left:
         try:
-            sent, stale = _send_some(api_client, plan, left)
+            sent, stale, known = _send_some(api_client, plan, left, max_bytes)
         except (APIError, httpx.HTTPError) as error:
-            raise UploadFailed(f"Job {plan.job_id}: spooled samples were not sent: {error}", left) from error
+            if _is_too_large(error) and max_bytes > 1:
+                max_bytes //= 2
+                continue
+            unsent = [sample.to_wire() for sample in left]
+            raise UploadFailed(f"Job {plan.job_id}: spooled samples were not sent: {error}", unsent) from error
         done = {sample.id for sample in [*sent, *stale]}
         spool.remove([*sent, *stale])
         left = [sample for sample in left if sample.id not in done]
+        stored_before += known
         dropped += len(stale)
-    return dropped
+    new = total - stored_before - dropped
+    logger.info(
+        "Job %s resumed: of %d samples of an earlier run %d were stored already, %d are stored now, %d have become too "
+        "stale or found no place; 0 lost, 0 doubled",
+        *(plan.job_id, total, stored_before, new, dropped),
+    )
+    return Resumed(total, stored_before, dropped)
 
 
 def _send_some(
-    api_client: TokenFactory, plan: UploadPlan, left: Sequence[Sample]
-) -> tuple[Sequence[Sample], Sequence[Sample]]:
-    """Fill the open batch from `left`; returns what was sent and what is too stale by now."""
+    api_client: TokenFactory, plan: UploadPlan, left: Sequence[StampedSample], max_bytes: int
+) -> tuple[Sequence[StampedSample], Sequence[StampedSample], int]:
+    """Fill the open batch from `left`; returns what was sent, what is too stale by now, and how many had been stored."""
     jobs = api_client.v1alpha1.fine_tuning.jobs
     index = jobs.get_runtime_status(job_id=plan.job_id).filled_batches
     is_open = plan.num_batches is None or index < plan.num_batches
@@ -127,10 +171,13 @@ def _send_some(
     place = index * plan.batch_size + taken
     fitting = [sample for sample in left if plan.fits(sample, place)]
     stale = [sample for sample in left if not plan.fits(sample, place)]
-    chunk = fitting[: plan.batch_size - taken]
-    if chunk:
-        jobs.batches.submit_samples(job_id=plan.job_id, batch_index=index, samples=chunk)
-    return chunk, stale
+    chunk = _within_bytes(fitting[: plan.batch_size - taken], max_bytes)
+    if not chunk:
+        return chunk, stale, 0
+    bodies = [sample.body for sample in chunk]
+    batch = jobs.batches.submit_encoded(job_id=plan.job_id, batch_index=index, samples=bodies)
+    count = taken + len(chunk) if batch.sample_count is None else batch.sample_count
+    return chunk, stale, min(len(chunk), max(0, taken + len(chunk) - count))
 
 
 class Uploader(threading.Thread):
@@ -153,7 +200,11 @@ class Uploader(threading.Thread):
         self._output = output_queue
         self._spool = spool
         self._opened = opened
-        self._backlog: deque[Sample] = deque()
+        self._backlog: deque[StampedSample] = deque()
+        self._backlog_bytes = 0
+        self._max_bytes = MAX_BYTES
+        self._waiting_since = 0.0
+        self._is_hurried = False
         self._uncertain: set[str] = set()
         self._changed = threading.Condition()
         self._stopping = threading.Event()
@@ -162,11 +213,19 @@ class Uploader(threading.Thread):
         self.last_error: str | None = None
         self.staleness: Counter[int] = Counter()
 
-    def put(self, samples: Sequence[Sample]) -> None:
-        """Take over samples; ready ones go together, also with those that come while an upload is under way."""
-        self._spool.add(samples)
+    def put(self, samples: Sequence[StampedSample]) -> None:
+        """Take over samples, which are in the spool; ready ones go together, also with those that come meanwhile."""
         with self._changed:
+            if not self._backlog:
+                self._waiting_since = time.monotonic()
             self._backlog.extend(samples)
+            self._backlog_bytes += sum(len(sample.body) for sample in samples)
+            self._changed.notify()
+
+    def hurry(self) -> None:
+        """Nothing else is coming for now: what is ready need not wait for company."""
+        with self._changed:
+            self._is_hurried = True
             self._changed.notify()
 
     @property
@@ -178,7 +237,7 @@ class Uploader(threading.Thread):
         """Places that the server is known to hold."""
         return self._position
 
-    def unsent(self) -> list[Sample]:
+    def unsent(self) -> list[StampedSample]:
         with self._changed:
             return list(self._backlog)
 
@@ -202,7 +261,17 @@ class Uploader(threading.Thread):
     def _wait_for_work(self) -> bool:
         with self._changed:
             self._changed.wait_for(lambda: self._stopping.is_set() or self._backlog or self._must_open)
+            if not self._must_open:
+                company = self._waiting_since + COLLECT_S - time.monotonic()
+                self._changed.wait_for(self._is_worth_a_request, timeout=company)
+            self._is_hurried = False
         return not self._stopping.is_set()
+
+    def _is_worth_a_request(self) -> bool:
+        if self._stopping.is_set() or self._is_hurried or self._backlog_bytes >= self._max_bytes:
+            return True
+        batch_size, n = self._plan.batch_size, len(self._backlog)
+        return n * PARTS_OF_A_BATCH >= batch_size or n >= batch_size - self._position % batch_size
 
     @property
     def _batch_index(self) -> int:
@@ -231,15 +300,22 @@ class Uploader(threading.Thread):
             self._note_count(batch, index, taken)
             return
         with self._changed:
-            chunk = [self._backlog[i] for i in range(min(len(self._backlog), self._plan.batch_size - taken))]
+            chunk = _within_bytes(islice(self._backlog, self._plan.batch_size - taken), self._max_bytes)
         # Samples may have been accepted while the news of others' places was still under way to the scheduler.
         misfits = [sample for sample in chunk if not self._plan.fits(sample, self._position)]
         if misfits:
             self._drop(misfits, 0)
             return
+        bodies = [sample.body for sample in chunk]
         try:
-            batch = batches.submit_samples(job_id=self._plan.job_id, batch_index=index, samples=chunk)
+            batch = batches.submit_encoded(job_id=self._plan.job_id, batch_index=index, samples=bodies)
         except (APIError, httpx.HTTPError) as error:
+            if _is_too_large(error) and len(chunk) > 1:
+                self._max_bytes = sum(map(len, bodies)) // 2
+                logger.info(
+                    "Job %s: the server takes no %d samples at once; fewer are sent", self._plan.job_id, len(chunk)
+                )
+                return
             if not _is_conflict(error):
                 self._uncertain.update(sample.id for sample in chunk)
                 raise
@@ -250,12 +326,13 @@ class Uploader(threading.Thread):
         self._acknowledge(chunk)
         self._note_count(batch, index, taken + len(chunk), n_uncertain)
 
-    def _acknowledge(self, chunk: Sequence[Sample]) -> None:
+    def _acknowledge(self, chunk: Sequence[StampedSample]) -> None:
         with self._changed:
             for _ in chunk:
-                self._backlog.popleft()
+                self._backlog_bytes -= len(self._backlog.popleft().body)
+            self._waiting_since = time.monotonic()
         self._spool.remove(chunk)
-        self.staleness.update(self._batch_index - 1 - s.debug_info["starting_inference_version"] for s in chunk)
+        self.staleness.update(self._batch_index - 1 - s.version for s in chunk)
         self._position += len(chunk)
 
     def _note_count(self, batch: Batch, index: int, expected: int, n_uncertain: int = 0) -> None:
@@ -307,12 +384,13 @@ class Uploader(threading.Thread):
                 dropped.append(sample)
         self._drop(dropped, foreign)
 
-    def _drop(self, dropped: Sequence[Sample], foreign: int) -> None:
+    def _drop(self, dropped: Sequence[StampedSample], foreign: int) -> None:
         ids = {sample.id for sample in dropped}
         with self._changed:
             kept = [sample for sample in self._backlog if sample.id not in ids]
             self._backlog.clear()
             self._backlog.extend(kept)
+            self._backlog_bytes = sum(len(sample.body) for sample in kept)
         self._spool.remove(dropped)
         self._uncertain -= ids
         self._output.put(PlacesTaken(foreign - len(dropped), len(dropped)))
@@ -334,7 +412,7 @@ class Uploader(threading.Thread):
             unsent = self.unsent()
             raise UploadFailed(
                 f"Job {self._plan.job_id}: {len(unsent)} samples unsent after {failing_for:.0f} s; last error: {self.last_error}",
-                unsent,
+                [sample.to_wire() for sample in unsent],
             ) from error
         wait = min(MAX_WAIT_S, FIRST_WAIT_S * 2 ** (self._failures - 1), self._plan.timeout - failing_for)
         logger.warning("Job %s: upload failed (%s); next try in %.1f s", self._plan.job_id, self.last_error, wait)

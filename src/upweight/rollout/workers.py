@@ -9,16 +9,24 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from upweight.rollout.models import Task
-from upweight.rollout.validation import check_group
+from upweight.rollout.validation import EncodedSample, encode_group
+
+
+class Finished(NamedTuple):
+    """What a rollout returned, and its samples encoded; None where results are not checked."""
+
+    result: Any
+    encoded: list[EncodedSample] | None
 
 
 @dataclass(frozen=True)
@@ -29,13 +37,15 @@ class RolloutCall:
     context: Any
     group_size: int | None = None
 
-    def __call__(self, task: Task[Any]) -> Any:
+    def __call__(self, task: Task[Any]) -> Finished:
         result = self.rollout_fn(task=task.spec, context=self.context)
         if inspect.isawaitable(result):
             result = asyncio.run(_wait_for(result))
-        if self.group_size is not None:
-            check_group(task.id, result, self.group_size)
-        return result
+        return self.check(task, result)
+
+    def check(self, task: Task[Any], result: Any) -> Finished:
+        """Raises `RolloutValidationError` for what cannot be uploaded."""
+        return Finished(result, None if self.group_size is None else encode_group(task.id, result, self.group_size))
 
 
 async def _wait_for(awaitable: Any) -> Any:
@@ -44,10 +54,11 @@ async def _wait_for(awaitable: Any) -> Any:
 
 @dataclass
 class Outcome:
-    """Of one attempt: `error` with its traceback as text, or the result."""
+    """Of one attempt: `error` with its traceback as text, or the result (`Finished` by its two parts)."""
 
     attempt_id: int
     result: Any = None
+    encoded: list[EncodedSample] | None = None
     error: BaseException | None = None
     traceback: str = ""
 
@@ -58,7 +69,7 @@ class Executor(Protocol):
     def prepare(self) -> None:
         """Start what a run needs, before the time limit begins; raises if that fails."""
 
-    def run(self, task: Task[Any]) -> Any: ...
+    def run(self, task: Task[Any]) -> Finished: ...
     def kill(self) -> None:
         """Make a running `run` fail soon, where that is possible; called from another thread."""
 
@@ -75,7 +86,7 @@ class InThread:
     def prepare(self) -> None:
         """A thread is there at once."""
 
-    def run(self, task: Task[Any]) -> Any:
+    def run(self, task: Task[Any]) -> Finished:
         return self._call(task)
 
     def kill(self) -> None:
@@ -104,7 +115,7 @@ class _Worker(threading.Thread):
         try:
             self.executor.prepare()
             self._pool.note_begin(attempt_id)
-            return Outcome(attempt_id, self.executor.run(task))
+            return Outcome(attempt_id, *self.executor.run(task))
         except BaseException as error:  # noqa: BLE001 (sys.exit() in a rollout is a failed rollout too)
             text = getattr(error, "remote_traceback", None) or traceback.format_exc()
             return Outcome(attempt_id, error=error, traceback=text)
@@ -149,6 +160,13 @@ class WorkerPool:
             worker = self._busy.pop(attempt_id, None)
         if worker is not None:
             worker.executor.kill()
+
+    def stacks(self) -> dict[int, str]:
+        """Where each running attempt is, by its number: the stack of its thread."""
+        with self._lock:
+            busy = {attempt_id: worker.ident for attempt_id, worker in self._busy.items()}
+        frames = sys._current_frames()
+        return {n: "".join(traceback.format_stack(frames[ident])) for n, ident in busy.items() if ident in frames}
 
     def finish(self, worker: _Worker, outcome: Outcome) -> bool:
         """Called by workers; False tells the worker to end."""

@@ -27,6 +27,16 @@ class Checkpoints(JobResource):
         response = self._client.get(self.endpoint(job_id=job_id), params=present(limit=limit, after=after))
         return parse(models.ListCheckpointsResponse, response)
 
+    def iterate(self, *, job_id: str) -> Iterator[models.AppModelsFineTuningFineTuningJobCheckpoint]:
+        """All checkpoints of a job, page by page."""
+        after = None
+        while True:
+            page = self.list(job_id=job_id, after=after)
+            yield from page.data
+            if not page.has_more or not page.data:
+                return
+            after = page.data[-1].id
+
     def get(self, *, job_id: str, checkpoint_id: str) -> SingleCheckpoint:
         return parse(SingleCheckpoint, self._client.get(f"{self.endpoint(job_id=job_id)}/{checkpoint_id}"))
 
