@@ -44,6 +44,7 @@ def test_one_and_several_prompts_whole_and_streamed(
     ids = [model.tokenizer.encode(prompt) for prompt in PROMPTS]
     assert engine.generate(ids[1], **GREEDY) == answers[1]
     assert engine.generate(np.array(ids[1]), **GREEDY) == answers[1]
+    assert engine.generate(list(np.array(ids[1])), **GREEDY) == answers[1]
     assert engine.generate(ids, **GREEDY) == answers
     pieces = list(engine.generate(PROMPTS[0], stream=True, **GREEDY))
     assert len(pieces) > 1
