@@ -324,6 +324,32 @@ def test_random_runs_end_full_and_within_the_bound(seed, groups, G, S, drop, N, 
         assert s.surplus_samples < G or drop
 
 
+@pytest.mark.parametrize("seed", range(60))
+def test_groups_of_new_versions_that_come_first_overtake_nobody(seed):
+    """Failure D2: the worst order of arrivals, newest first, with stragglers that come last of all."""
+    rng = random.Random(seed)
+    G, S, N = rng.choice([1, 2]), rng.choice([0, 1, 2]), 8
+    s = make(2 * G, S, G=G, N=N)
+    s.set_inference_version(0)
+    names, version_of, in_flight, placed, buffered = iter(range(10**6)), {}, [], [], 0
+    while not s.is_all_finished:
+        s.set_inference_version(rng.randint(s.inference_version, s.current_batch_index))
+        for _ in range(s.get_num_rollouts_to_spawn() // G):
+            name = str(next(names))
+            start(s, name)
+            version_of[name] = s.inference_version
+            in_flight.append(name)
+        if in_flight:
+            name = in_flight.pop(-1 if rng.random() < 0.8 else 0)
+            s.add_sample_group(name, [version_of[name]] * G)
+        buffered += s.buffered_groups
+        placed += s.get_ready_samples()
+        assert not staleness_breaches(s, 0, placed)
+    assert s.dropped_groups == 0
+    assert len(placed) == N * 2 * G
+    assert buffered > 0
+
+
 @pytest.mark.parametrize(("S", "drop"), [(None, False), (0, True), (0, False), (-1, False)])
 def test_before_a_version_is_known_nothing_is_started(S, drop):
     """Failure S2: all policies alike."""

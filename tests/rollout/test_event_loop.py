@@ -16,6 +16,8 @@ from upweight.rollout.event_loop import EventLoopPool, is_async
 from upweight.rollout.models import Task
 from upweight.rollout.workers import Outcome, RolloutCall
 
+from . import helpers
+
 
 def pool_of(function: Any) -> tuple[EventLoopPool, SimpleQueue[Outcome]]:
     outcomes: SimpleQueue[Outcome] = SimpleQueue()
@@ -43,6 +45,33 @@ def test_thousands_in_flight_need_one_thread() -> None:
     assert results == list(range(3000))
     pool.close(5)
     assert threading.active_count() == before
+
+
+def test_a_run_has_thousands_in_flight(server: Any, make_runner: Any) -> None:
+    """Through `run()`: all 2,000 tasks of a batch wait for each other."""
+    server.batch_size = 2000
+    arrived = 0
+    gate = asyncio.Event()
+
+    async def rollout(task: int, context: Any) -> Any:
+        nonlocal arrived
+        arrived += 1
+        if arrived == 2000:
+            gate.set()
+        await gate.wait()
+        return helpers.rollout(task, context)
+
+    before = threading.active_count()
+    peak = 0
+
+    def watch(progress: Any) -> None:
+        nonlocal peak
+        peak = max(peak, threading.active_count())
+
+    runner = make_runner(rollout, batch_size=2000, num_batches=1, max_concurrency=2000)
+    runner._publish = watch
+    assert runner.run().batches_filled == 1
+    assert peak - before < 12  # the helpers of the run, and the server's
 
 
 @pytest.mark.parametrize("error", [ValueError("x"), SystemExit(3), asyncio.CancelledError(), KeyboardInterrupt()])

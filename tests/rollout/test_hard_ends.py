@@ -130,6 +130,45 @@ def test_sigusr1_logs_a_report_and_the_run_goes_on(server: Any, tmp_path: Path) 
     assert "time.sleep(60)" in err
 
 
+def test_a_signal_ends_the_wait_for_a_job_that_does_not_serve(server: Any, tmp_path: Path) -> None:
+    server.version = None
+    process = start_script(tmp_path, server.url)
+    while server.count("GET", "/status") < 3:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=10)
+    assert (process.returncode, out) == (0, "stopped by SIGTERM\n")
+
+
+def test_closing_the_api_client_in_the_middle_ends_the_run(server: Any, api: Any, make_runner: Any) -> None:
+    """Failure C8: by the error that says so, wherever it strikes first."""
+
+    def rollout(task: int, context: Any) -> SampleGroup:
+        if task == 6:
+            api.close()
+        return helpers.rollout(task, context)
+
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match="client is closed"):
+        make_runner(rollout, num_batches=None).run()
+    assert time.monotonic() - began < 6
+
+
+def test_answers_with_the_least_that_the_contract_asks_for(server: Any, make_runner: Any) -> None:
+    """A server may leave out status and count of a batch, and tell more than we know."""
+    answer = server.answer
+
+    def terse(request: Any) -> Reply:
+        reply = answer(request)
+        if reply.status == 200 and "batches" in request.path:
+            return Reply(body={"index": reply.body["index"], "sample_count": None, "news": [1]})
+        return reply
+
+    server.answer = terse
+    assert make_runner().run().batches_filled == 3
+    assert server.sizes() == {0: 4, 1: 4, 2: 4}
+
+
 def test_a_second_sigint_interrupts_what_the_first_one_waits_for(server: Any, tmp_path: Path) -> None:
     """Failure H10: KeyboardInterrupt stops a run cleanly; an impatient one stops it at once."""
     process = start_script(tmp_path, server.url)
@@ -194,6 +233,9 @@ CLIENT = textwrap.dedent("""
 """)
 
 
+IMPORTS_END = "from upweight.rollout.models import SampleGroup\n"
+
+
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.ci) for seed in range(1, 6))])
 def test_a_killed_client_loses_nothing_and_doubles_nothing(seed: int, tmp_path: Path) -> None:
     """Failures D1, X10 and report P1: kill -9 again and again; each task of the data is trained on exactly once."""
@@ -226,6 +268,40 @@ def test_a_killed_client_loses_nothing_and_doubles_nothing(seed: int, tmp_path: 
         tasks = sorted(int(sample["metadata"]["task"]) for sample in server.samples())
         assert len({sample["id"] for sample in server.samples()}) == 240
         assert tasks == sorted([*range(120), *range(120)])  # each with its group of two
+
+
+DIES = {
+    "after a group was spooled": """
+from upweight.rollout.cursor import DataCursor
+def save(self, save=DataCursor.save, calls=iter(range(999))):
+    os._exit(9) if self._is_dirty and next(calls) == 3 else save(self)
+DataCursor.save = save
+""",
+    "after a group was stored": """
+from upweight.rollout.uploader import Uploader
+def put(self, samples, put=Uploader.put, calls=iter(range(999))):
+    put(self, samples)
+    if next(calls) == 4:
+        while self.backlog:
+            self.hurry()
+            time.sleep(0.01)
+        os._exit(9)
+Uploader.put = put
+""",
+}
+
+
+@pytest.mark.parametrize("when", DIES)
+def test_a_client_that_dies_between_two_steps_repeats_no_task(server: Any, tmp_path: Path, when: str) -> None:
+    """Report P1: spool, then cursor, then upload; a death after each of them."""
+    server.batch_size = 8
+    command = [sys.executable, "-c", f"import os\n{CLIENT.replace(IMPORTS_END, IMPORTS_END + DIES[when])}"]
+    died = subprocess.run([*command, server.url, str(tmp_path)], cwd=ROOT, timeout=60, check=False)
+    assert died.returncode == 9
+    done = subprocess.run([sys.executable, "-c", CLIENT, server.url, str(tmp_path)], cwd=ROOT, timeout=60, check=True)
+    assert done.returncode == 0
+    tasks = sorted(int(sample["metadata"]["task"]) for sample in server.samples())
+    assert tasks == sorted([*range(120), *range(120)])
 
 
 def test_the_counts_of_a_resumption_are_told(server: Any, make_runner: Any, tmp_path: Path, caplog: Any) -> None:

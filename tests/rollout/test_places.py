@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 import textwrap
@@ -141,6 +142,29 @@ def test_every_start_method_works_beside_live_threads(server: Any, make_runner: 
     assert summary.batches_filled == 3
     assert len({s["id"] for s in server.samples()}) == 12
     assert len({s["debug_info"]["pid"] for s in server.samples()}) <= 4
+
+
+def test_ids_of_forked_workers_and_of_seeded_programs_differ() -> None:
+    """Two processes, or two runs of a program that seeds `random`, must never give two samples one id."""
+    import random
+
+    from upweight.rollout.models import SampleID
+
+    random.seed(7)
+    first = SampleID.generate()
+    random.seed(7)
+    assert SampleID.generate() != first
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.write(writer, SampleID.generate().encode())
+        os._exit(0)
+    os.waitpid(pid, 0)
+    forked = os.read(reader, 100).decode()
+    os.close(reader)
+    os.close(writer)
+    assert len(forked) == len(first)
+    assert forked != SampleID.generate()
 
 
 class Graded:

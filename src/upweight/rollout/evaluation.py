@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from itertools import count
 from math import isfinite
 from queue import Empty, Queue, SimpleQueue
@@ -29,6 +30,15 @@ from upweight.rollout.workers import InThread, Outcome, RolloutCall, WorkerPool
 logger = logging.getLogger(__name__)
 
 FINAL_VERSION_WAIT_S = 600.0
+
+
+@dataclass(frozen=True)
+class EvaluationPlan:
+    """Held-out tasks, what scores one of them, and how many versions apart (None = only at both ends)."""
+
+    tasks: Iterable[Any]
+    eval_fn: Callable[..., Any]
+    every: int | None
 
 
 class Evaluator(threading.Thread):

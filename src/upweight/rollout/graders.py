@@ -277,7 +277,7 @@ class _Child:
             if self._pipe.closed:
                 return
             self._process.join(0.05)  # one that died by itself keeps its exit code
-            with contextlib.suppress(ProcessLookupError, PermissionError):
+            with contextlib.suppress(ProcessLookupError, PermissionError, AttributeError):
                 os.killpg(self.pid, signal.SIGKILL)
             self._process.kill()
             self._process.join(EXIT_GRACE_S)
@@ -289,7 +289,7 @@ class _Child:
 
 def child_main(pipe: Connection, payload: bytes, timeout: float) -> None:
     """Loop of a worker: ends when the pool closes its pipe or dies, and by itself when a grade is far over its limit."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, AttributeError):  # the latter where there are no sessions
         os.setsid()  # what a grader starts is killed with it; Ctrl-C is for the parent
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:

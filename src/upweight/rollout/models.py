@@ -19,7 +19,8 @@ T = TypeVar("T")
 # Of our own, so that a seed set by the user repeats no id; a child process gets another one. Asking the system each time would
 # hand the interpreter to another thread each time.
 _bits = random.Random(os.urandom(32))
-os.register_at_fork(after_in_child=lambda: _bits.seed(os.urandom(32)))
+if hasattr(os, "register_at_fork"):  # not where there is no fork
+    os.register_at_fork(after_in_child=lambda: _bits.seed(os.urandom(32)))
 
 
 class BaseID(str):

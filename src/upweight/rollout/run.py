@@ -13,8 +13,8 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from queue import Empty, Queue
 from typing import Any
 
@@ -29,7 +29,7 @@ from upweight.rollout.context import RolloutContext
 from upweight.rollout.cursor import DataCursor
 from upweight.rollout.dataset import DatasetProtocol
 from upweight.rollout.dispatcher import DEFAULT_QUEUE_GET_TIMEOUT, RolloutDispatcher
-from upweight.rollout.evaluation import EvaluationSchedule, Evaluator
+from upweight.rollout.evaluation import EvaluationPlan, EvaluationSchedule, Evaluator
 from upweight.rollout.exceptions import DatasetExhausted, RolloutStalled, UploadFailed
 from upweight.rollout.feeder import DatasetFeeder
 from upweight.rollout.group_log import GroupLog
@@ -41,21 +41,13 @@ from upweight.rollout.spool import Spool
 from upweight.rollout.summary import RunProgress, RunSummary
 from upweight.rollout.tracker import JobStatusTracker, wait_until_ready
 from upweight.rollout.uploader import Resumed, Uploader, send_spooled
+from upweight.rollout.waiting import what_is_awaited
 from upweight.rollout.waits import WaitWatch
 
 logger = logging.getLogger(__name__)
 
 MAX_DRAW = 1024  # tasks asked for at once
 MAX_BACKLOG_BATCHES = 4  # unsent batches beyond which no rollout is started
-
-
-@dataclass(frozen=True)
-class EvaluationPlan:
-    """Held-out tasks, what scores one of them, and how many versions apart (None = only at both ends)."""
-
-    tasks: Iterable[Any]
-    eval_fn: Callable[..., Any]
-    every: int | None
 
 
 class Run:
@@ -401,25 +393,11 @@ class Run:
     # -- waiting
 
     def _waiting_for(self) -> str:
-        """What would have to happen next, in words."""
-        parts = []
-        if self._uploader.backlog:
-            error = self._uploader.last_error
-            parts.append(f"upload of {self._uploader.backlog} samples" + (f" (last error: {error})" if error else ""))
-        if n_running := self._dispatcher.n_running:
-            oldest = self._dispatcher.oldest(5)
-            parts.append(f"{n_running} rollouts ({', '.join(f'{name} {age:.0f} s' for name, age in oldest.items())})")
-        elif self._scheduler.n_in_flight:
-            parts.append(f"retries of {self._scheduler.n_in_flight} rollouts")
-        if self._is_drawing:
-            parts.append("tasks from the dataset")
-        if self._evaluation is not None and self._evaluation.pending is not None:
-            parts.append(f"the evaluation of version {self._evaluation.pending}")
-        if not parts:
-            version, batch = self._scheduler.inference_version, self._scheduler.current_batch_index
-            free = self._config.batch_size - self._scheduler.samples_in_current_batch
-            parts.append(f"a version above {version} (batch {batch} has {free} free places)")
-        return "; ".join(parts)
+        return what_is_awaited(self._uploader, self._dispatcher, self._scheduler, self._is_drawing, self._evaluating)
+
+    @property
+    def _evaluating(self) -> int | None:
+        return None if self._evaluation is None else self._evaluation.pending
 
     def _kind_of_wait(self) -> str:
         if self._scheduler.n_in_flight:
@@ -428,7 +406,7 @@ class Run:
             return "uploads"
         if self._is_drawing:
             return "dataset"
-        return "evaluation" if self._evaluation is not None and self._evaluation.pending is not None else "version"
+        return "version" if self._evaluating is None else "evaluation"
 
     def report(self) -> str:
         """What the run waits for, what it has counted, and where its rollouts are. From any thread."""

@@ -12,9 +12,10 @@ from upweight.rollout.config import RolloutConfig, check_config
 from upweight.rollout.cursor import DataCursor
 from upweight.rollout.dataset import DatasetProtocol
 from upweight.rollout.dispatcher import DEFAULT_QUEUE_GET_TIMEOUT, RolloutDispatcher
+from upweight.rollout.evaluation import EvaluationPlan
 from upweight.rollout.messages import RolloutRunnerInputs, WakeUp
 from upweight.rollout.progress import KINDS, ProgressKind, Show, reporting
-from upweight.rollout.run import EvaluationPlan, Run
+from upweight.rollout.run import Run
 from upweight.rollout.signals import run_signals
 from upweight.rollout.summary import RunProgress, RunSummary
 from upweight.rollout.tracker import JobStatusTracker

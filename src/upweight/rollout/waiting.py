@@ -1,0 +1,37 @@
+"""What a run waits for, in words."""
+
+from __future__ import annotations
+
+from upweight.rollout.dispatcher import RolloutDispatcher
+from upweight.rollout.uploader import Uploader
+from upweight.schedulers import BaseRolloutScheduler
+
+NAMED = 5  # rollouts whose ids are told
+
+
+def what_is_awaited(
+    uploader: Uploader,
+    dispatcher: RolloutDispatcher,
+    scheduler: BaseRolloutScheduler,
+    is_drawing: bool,
+    evaluating: int | None,
+) -> str:
+    """Everything under way; if there is nothing, the version without which nothing may start. `evaluating`: a version."""
+    parts = []
+    if uploader.backlog:
+        error = f" (last error: {uploader.last_error})" if uploader.last_error else ""
+        parts.append(f"upload of {uploader.backlog} samples{error}")
+    if n_running := dispatcher.n_running:
+        ages = ", ".join(f"{task_id} {age:.0f} s" for task_id, age in dispatcher.oldest(NAMED).items())
+        parts.append(f"{n_running} rollouts ({ages})")
+    elif scheduler.n_in_flight:
+        parts.append(f"retries of {scheduler.n_in_flight} rollouts")
+    if is_drawing:
+        parts.append("tasks from the dataset")
+    if evaluating is not None:
+        parts.append(f"the evaluation of version {evaluating}")
+    if not parts:
+        free = scheduler.config.batch_size - scheduler.samples_in_current_batch
+        batch = f"batch {scheduler.current_batch_index} has {free} free places"
+        parts.append(f"a version above {scheduler.inference_version} ({batch})")
+    return "; ".join(parts)
