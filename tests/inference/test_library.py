@@ -44,6 +44,7 @@ def test_one_and_several_prompts_whole_and_streamed(
     ids = [model.tokenizer.encode(prompt) for prompt in PROMPTS]
     assert engine.generate(ids[1], **GREEDY) == answers[1]
     assert engine.generate(np.array(ids[1]), **GREEDY) == answers[1]
+    assert engine.generate(list(np.array(ids[1])), **GREEDY) == answers[1]
     assert engine.generate(ids, **GREEDY) == answers
     pieces = list(engine.generate(PROMPTS[0], stream=True, **GREEDY))
     assert len(pieces) > 1
@@ -143,10 +144,19 @@ def test_tasks_have_ids_of_their_own_for_ever(model: LoadedModel, engine: Infere
 
 
 def test_more_prompts_than_the_queue_takes(model: LoadedModel) -> None:
-    with InferenceScheduler(model, model.tokenizer, max_batch_size=2) as small:
-        small.engine.max_queue = 3
+    with InferenceScheduler(model, model.tokenizer, max_batch_size=2, max_queue=3) as small:
         answers = small.run_batch([[5 + i] for i in range(10)], max_tokens=1, ignore_eos=True)
         assert [len(answer) for answer in answers] == [1] * 10
+
+
+def test_a_small_store_gives_the_answers_of_a_large_one(model: LoadedModel, engine: InferenceEngine) -> None:
+    prompts, options = [[5 + i, 20, 30] for i in range(4)], {"max_tokens": 40, "seed": [1, 2, 3, 4], "ignore_eos": True}
+    expected = engine.scheduler.run_batch(prompts, **options)
+    with InferenceScheduler(model, model.tokenizer, max_batch_size=2, store_bytes=1) as small:
+        assert small.run_batch(prompts, **options) == expected
+        assert small.get_stats()["preemptions"] > 0
+        never = small.run_batch([[5] * 100, [5]], max_tokens=1, return_details=True, ignore_eos=True)
+    assert [output.finish_reason for output in never] == [FinishReason.REJECTED, FinishReason.LENGTH]
 
 
 def test_arrays_and_values_per_prompt(model: LoadedModel, engine: InferenceEngine) -> None:

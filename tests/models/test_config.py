@@ -1,6 +1,7 @@
 """What is read from config.json in its older and newer spelling, and what is refused in one line."""
 
 import json
+import re
 from typing import Any
 
 import numpy as np
@@ -92,6 +93,12 @@ def test_what_is_not_known_is_one_line(changes: dict[str, Any], said: str) -> No
     with pytest.raises(UnsupportedModel, match=said) as caught:
         read(**changes)
     assert "\n" not in str(caught.value)
+
+
+def test_the_page_names_what_is_supported() -> None:
+    page = (DATA.parents[2] / "docs" / "jobs.md").read_text()
+    told = page[page.index("Supported `model_type`s") :].split(", with RoPE")[0]
+    assert tuple(re.findall(r"`(\w+)`", told.partition("are")[2])) == SUPPORTED
 
 
 def test_missing_entries_are_named() -> None:

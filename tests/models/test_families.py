@@ -1,9 +1,11 @@
 """Every family through the engine (chunked prefill, decode, preemption) and through the trainer (packed rows, LoRA)."""
 
+import json
+
 import numpy as np
 import pytest
 
-from tests.models.golden import WHOLE, load_golden, outputs, rows, tolerances
+from tests.models.golden import DATA, WHOLE, load_golden, outputs, rows, tolerances
 from tests.training.batch_makers import make_batch
 from upweight.inference import InferenceScheduler
 from upweight.inference.engine import Engine
@@ -13,36 +15,35 @@ from upweight.inference.types import GenerationOutput, SamplingParams
 from upweight.online.load_check import check_loaded
 from upweight.ops.samples import TrainBatch
 from upweight.training.policy_trainer import PolicyTrainer
-from upweight.training.settings import LoraSettings, PolicySettings
+from upweight.training.settings import PRESETS, LoraSettings, PolicySettings
 from upweight.weights.loading import LoadedModel
 
 GREEDY = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
 ROWS = 2
 
 
-def engine_of(model: LoadedModel, params: dict | None = None, **options: int) -> Engine:
-    engine = Engine(model.config, params or model.params, model.tokenizer, max_rows=ROWS, **options)
+def engine_of(model: LoadedModel, params: dict | None = None) -> Engine:
+    """Pages for 64 tokens: two long rows do not fit. All tests use this size, so that they share their programs."""
+    store = 64 * token_bytes(model.config, model.params)
+    engine = Engine(model.config, params or model.params, model.tokenizer, max_rows=ROWS, store_bytes=store)
     engine.scheduler.prefill_budget = 7  # the longest row comes in three pieces
     return engine.start()
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_greedy_answers_alone_in_a_batch_and_preempted(name: str) -> None:
+def test_greedy_answers_in_a_batch_preempted_and_alone(name: str) -> None:
     model, golden, prompts = load_golden(name), outputs(name), rows(name)
+    prompts.append(prompts[1][:3])
     atol = tolerances(name)["logprobs_atol"]
     engine = engine_of(model)
-    alone = answers_to(engine, [prompts[0]], GREEDY)[0]
-    together = answers_to(engine, [*prompts, prompts[1][:3]], GREEDY)
+    together = answers_to(engine, prompts, GREEDY)
+    assert engine.stats()["preemptions"] > 0
+    alone = [answers_to(engine, [prompt], GREEDY)[0] for prompt in prompts]
     engine.stop()
-    assert alone.token_ids[:12] == golden["greedy_ids"].tolist()
-    np.testing.assert_allclose(alone.logprobs[:12], golden["greedy_logprobs"], atol=atol, rtol=0)
-    assert together[0].token_ids == alone.token_ids
-    small = engine_of(model, store_bytes=64 * token_bytes(model.config, model.params))
-    again = answers_to(small, [*prompts, prompts[1][:3]], GREEDY)
-    preemptions = small.stats()["preemptions"]
-    small.stop()
-    assert preemptions > 0
-    for one, other in zip(together, again, strict=True):
+    for found in (together[0], alone[0]):
+        assert found.token_ids[:12] == golden["greedy_ids"].tolist()
+        np.testing.assert_allclose(found.logprobs[:12], golden["greedy_logprobs"], atol=atol, rtol=0)
+    for one, other in zip(together, alone, strict=True):
         assert one.token_ids == other.token_ids
         np.testing.assert_allclose(one.logprobs, other.logprobs, atol=atol, rtol=0)
 
@@ -58,16 +59,21 @@ def batch_of(prompts: list[list[int]], outputs: list[GenerationOutput], version:
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_the_packed_rows_of_the_trainer(name: str) -> None:
-    golden = outputs(name)
+    """Equal advantages of 1 and a token mean: the gradient is that of the mean −log p, whose norm is known."""
+    golden, grads = outputs(name), json.loads((DATA / name / "golden_grads.json").read_text())
     samples = [(row[:1], row[1:]) for row in rows(name)]
-    batch = make_batch(samples, [0.5, -1.0, 0.25])
+    batch = make_batch(samples, [1.0, 1.0, 1.0])
     batch.logprobs[batch.mask > 0] = np.concatenate(
         [golden["logprobs"][b, : len(answer)] for b, (_, answer) in enumerate(samples)]
     )
     model = load_golden(name)
-    report = PolicyTrainer(model.config, model.params, PolicySettings()).train(batch)
+    settings = PolicySettings(algorithm="bnpo", preset=PRESETS["bnpo"], correction="none")
+    report = PolicyTrainer(model.config, model.params, settings).train(batch)
     assert report.metrics["mismatch_max"] < tolerances(name)["logprobs_atol"]
     assert report.metrics["on_policy_tokens"] == 30
+    assert report.metrics["grad_norm"] == pytest.approx(
+        grads["global_grad_norm"], rel=tolerances(name)["grad_norm_rtol"]
+    )
 
 
 @pytest.mark.parametrize("name", ["qwen2", "gemma3"])

@@ -35,6 +35,14 @@ def test_the_trainer_of_a_job(tiny_model_folder: Path) -> None:
         engine.stop()
 
 
+def test_a_short_context(tiny_model_folder: Path) -> None:
+    model = load_model(str(tiny_model_folder))
+    for context, tokens in ((6, 8), (3, 4)):
+        engine = Engine(model.config, model.params, model.tokenizer, max_rows=2, max_context=context).start()
+        assert check_loaded(engine).tokens == tokens
+        engine.stop()
+
+
 def test_a_difference_names_both_numbers() -> None:
     model = load_golden("llama-gqa-tied")
     wrong = dict(model.params, norm=model.params["norm"] * 1.01)

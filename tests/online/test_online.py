@@ -109,3 +109,25 @@ def test_seeded_generators_repeat_and_their_calls_differ(model: LoadedModel, sch
     assert first.responses.tolist() != second.responses.tolist()
     assert first.responses[0, 0].tolist() != first.responses[0, 1].tolist()
     assert isinstance(first, RawRollout)
+
+
+def test_stop_rules_reach_the_engine(model: LoadedModel, scheduler: InferenceScheduler) -> None:
+    def roll(**options: Any) -> RawRollout:
+        made = RolloutGenerator(scheduler, model.tokenizer, group_size=2, seed=3, **{"max_tokens": 8, **options})
+        return made.generate({"input_ids": [[5, 6, 7]]})
+
+    whole = roll(ignore_eos=True)
+    ids, text = whole.responses[0, 0].tolist(), whole.response_texts[0][0]
+    by_id = roll(ignore_eos=True, stop_ids=[ids[2]])
+    assert by_id.responses[0, 0, :3].tolist() == ids[:3]  # the stop token stays in ids, mask and log-probs
+    assert by_id.response_mask[0, 0].sum() == 3
+    assert by_id.logprobs_old[0, 0, :3].tolist() == whole.logprobs_old[0, 0, :3].tolist()
+    assert by_id.finish_reasons[0][0] == "stop"
+    assert by_id.response_texts[0][0] == model.tokenizer.decode(ids[:2])
+    needle = text[3:6]
+    by_text = roll(ignore_eos=True, stop=needle)  # one string, not its characters
+    assert by_text.response_texts[0][0] == text[: text.index(needle)]
+    late = roll(ignore_eos=True, stop_ids=[ids[2]], min_tokens=5)
+    assert ids[2] not in late.responses[0, 0, :5].tolist()
+    assert late.transform is not None
+    assert late.transform.not_recomputable == {"min_tokens": 5}

@@ -38,8 +38,8 @@ def test_unknown_pre_tokenizer_names_the_known(tmp_path: Path) -> None:
 
 
 def test_other_kinds_of_tokenizer(tmp_path: Path) -> None:
-    entries = tokenizer_entries("gpt-2") | {"tokenizer.ggml.model": "llama"}
-    with pytest.raises(UnsupportedModel, match=r"tokenizer\.ggml\.model is 'llama'"):
+    entries = tokenizer_entries("gpt-2") | {"tokenizer.ggml.model": "bert"}
+    with pytest.raises(UnsupportedModel, match=r"tokenizer\.ggml\.model is 'bert'"):
         Tokenizer.from_gguf(write_gguf(tmp_path / "m.gguf", entries))
     entries = tokenizer_entries("gpt-2") | {"tokenizer.ggml.eos_token_id": 99}
     with pytest.raises(ModelError, match=r"eos_token_id is 99"):

@@ -5,11 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import jax
 import numpy as np
 import pytest
 
 from upweight.models.config import DecoderConfig
 from upweight.weights.gguf import read_gguf_config, read_gguf_tensors
+from upweight.weights.loading import load_model, save_model
 from upweight.weights.safetensors_files import read_tensors
 
 MODELS = Path(__file__).parents[1] / "data" / "models"
@@ -34,6 +36,13 @@ def write(path: Path, name: str, pattern: Any = None, **numbers: int) -> dict[st
     if name == "gemma2":
         writer.add_attn_logit_softcapping(raw["attn_logit_softcapping"])
         writer.add_final_logit_softcapping(raw["final_logit_softcapping"])
+    words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a"]
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(words)
+    writer.add_token_scores([-float(rank) for rank in range(len(words))])
+    writer.add_token_types([2, 3, 3, *[6] * 256, 1, 1])
+    writer.add_eos_token_id(2)
+    writer.add_add_space_prefix(False)
     names = gguf.get_tensor_name_map(ARCH[name], raw["num_hidden_layers"])
     for tensor, array in read_tensors(MODELS / name):
         stored = names.get_name(tensor, try_suffixes=(".weight",))
@@ -57,6 +66,20 @@ def test_a_checkpoint_survives_the_way_through_gguf(name: str, tmp_path: Path) -
     del raw["layer_types"]  # files leave them to the family's pattern
     expected = DecoderConfig.from_huggingface(raw | {"query_pre_attn_scalar": raw["head_dim"]})
     assert DecoderConfig.from_huggingface(again) == expected
+
+
+def test_a_file_is_loaded_whole(tmp_path: Path) -> None:
+    write(tmp_path / "m.gguf", "gemma3")
+    model = load_model(str(tmp_path / "m.gguf"))
+    assert (model.config.model_type, model.config.activation, model.config.tied) == ("gemma3_text", "gelu_tanh", True)
+    assert model.tokenizer.decode(model.tokenizer.encode("a é\n")) == "a é\n"
+    assert model.tokenizer.eos_ids == (2,)
+    save_model(tmp_path / "saved", model.config, model.raw_config, model.params, model.tokenizer)
+    again = load_model(str(tmp_path / "saved"))
+    assert again.config == model.config
+    for one, other in zip(jax.tree.leaves(again.params), jax.tree.leaves(model.params), strict=True):
+        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+    assert again.tokenizer.encode("a é\n") == model.tokenizer.encode("a é\n")
 
 
 @pytest.mark.parametrize(("name", "layers"), [("gemma2", 46), ("gemma3", 62)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import queue
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from numbers import Integral
 from typing import Any
 
 from upweight.errors import EngineError, RequestError
@@ -147,7 +148,7 @@ def _is_one(prompt: Any) -> bool:
     if isinstance(prompt, str):
         return True
     items = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
-    return bool(items) and all(isinstance(item, int) for item in items)
+    return bool(items) and all(isinstance(item, Integral) for item in items)
 
 
 def _answered(index: int, output: GenerationOutput) -> GenerationOutput:

@@ -8,7 +8,7 @@ from typing import Any
 
 from upweight.errors import ConfigError, RequestError
 from upweight.inference.arguments import sampling_params, token_ids
-from upweight.inference.engine import CacheOnUpdate, Engine, OnUpdate
+from upweight.inference.engine import STORE_BYTES, CacheOnUpdate, Engine, OnUpdate
 from upweight.inference.gather import answers_to
 from upweight.inference.placement import Placement, place, placement
 from upweight.inference.types import FinishReason, GenerationOutput, OnDone, SamplingParams
@@ -24,7 +24,7 @@ class InferenceScheduler:
     `model` has a `config` and `params` (a `Decoder` or a `LoadedModel`). Its arrays are used as they are, unless `device` or
     `dtype` ask for others. `enable_cuda_graph` is accepted for compatibility: decode steps are always compiled. `cache` and
     `backend` must be None. `on_update` and `cache_on_update` say what a change of weights means for rows that run and for
-    cached prefixes.
+    cached prefixes. `max_queue` bounds the requests that wait, `store_bytes` the keys and values that are kept.
     """
 
     def __init__(
@@ -41,6 +41,8 @@ class InferenceScheduler:
         *,
         on_update: OnUpdate = "continue",
         cache_on_update: CacheOnUpdate = "version",
+        max_queue: int = 4096,
+        store_bytes: int = STORE_BYTES,
     ) -> None:
         _refuse_others(cache=cache, backend=backend)
         if max_batch_size < 1:
@@ -56,6 +58,8 @@ class InferenceScheduler:
             max_context=_context(model.config, max_seq_len),
             on_update=on_update,
             cache_on_update=cache_on_update,
+            max_queue=max_queue,
+            store_bytes=store_bytes,
         )
 
     @classmethod

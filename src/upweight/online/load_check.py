@@ -15,7 +15,6 @@ from upweight.inference.engine import Engine
 from upweight.inference.gather import answers_to
 from upweight.inference.metrics import EngineMetrics
 from upweight.inference.types import GenerationOutput, SamplingParams
-from upweight.models.config import DecoderConfig
 from upweight.ops.samples import TrainBatch
 from upweight.training.policy_trainer import PolicyTrainer
 from upweight.training.settings import LoraSettings, PolicySettings
@@ -40,7 +39,7 @@ def check_loaded(engine: Engine, trainer: PolicyTrainer | None = None) -> LoadCh
     `ModelError` naming both numbers when the largest difference is above 1e-3 (float32 on a CPU) or the mean one above 0.1
     (otherwise), or when one of them is not finite. The engine runs, and nobody else uses it yet.
     """
-    prompts = _prompts(engine.config)
+    prompts = _prompts(engine.config.vocab_size, engine.max_context)
     drawn = SamplingParams(max_tokens=_DRAWN_TOKENS, ignore_eos=True, seed=0)
     outputs = _uncounted(engine, prompts, [drawn] * _ROWS)
     failed = next((output for output in outputs if not output.token_ids), None)
@@ -80,13 +79,11 @@ def compare(batch: TrainBatch, scores: np.ndarray, *, exact: bool) -> LoadCheck:
     return found
 
 
-def _prompts(config: DecoderConfig) -> list[list[int]]:
+def _prompts(vocab_size: int, context: int) -> list[list[int]]:
     """Ids from all over the vocabulary, longer than a small window, within the context."""
-    count = max(1, min(_PROMPT_TOKENS, config.max_context - _DRAWN_TOKENS))
-    step = 0.618034 * config.vocab_size
-    return [
-        [int((row + 1 + place * _ROWS) * step) % config.vocab_size for place in range(count)] for row in range(_ROWS)
-    ]
+    count = max(1, min(_PROMPT_TOKENS, context - _DRAWN_TOKENS))
+    step = 0.618034 * vocab_size
+    return [[int((row + 1 + place * _ROWS) * step) % vocab_size for place in range(count)] for row in range(_ROWS)]
 
 
 def _batch(prompts: list[list[int]], outputs: list[GenerationOutput]) -> TrainBatch:

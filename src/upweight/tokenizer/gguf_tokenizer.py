@@ -13,6 +13,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from upweight.errors import ModelError, UnsupportedModel
 from upweight.tokenizer.gguf_header import read_header
+from upweight.tokenizer.gguf_sentencepiece import sentencepiece_core
 from upweight.tokenizer.parts import TokenizerParts, unique_ids
 
 _CONTROL, _USER_DEFINED = 3, 4  # values of tokenizer.ggml.token_type
@@ -65,10 +66,7 @@ _STYLES = {
 def load_gguf(path: str | Path) -> TokenizerParts:
     """The tokenizer inside the GGUF file at `path`; `UnsupportedModel` when its kind is not known."""
     entries = read_header(path).metadata
-    style = _style(entries, path)
-    tokens: list[str] = _required(entries, "tokenizer.ggml.tokens", path)
-    core = _core(tokens, _required(entries, "tokenizer.ggml.merges", path), style)
-    _add_special_tokens(core, tokens, entries.get("tokenizer.ggml.token_type", []))
+    tokens, core = _read_core(entries, path)
     ids = {
         name: _known_id(entries, name, len(tokens), path) for name in ("bos", "eos", "eot", "eom", "padding", "unknown")
     }
@@ -86,10 +84,22 @@ def load_gguf(path: str | Path) -> TokenizerParts:
     )
 
 
+def _read_core(entries: dict[str, Any], path: str | Path) -> tuple[list[str], Tokenizer]:
+    if entries.get("tokenizer.ggml.model") == "llama":
+        return _required(entries, "tokenizer.ggml.tokens", path), sentencepiece_core(entries, path)
+    style = _style(entries, path)
+    tokens: list[str] = _required(entries, "tokenizer.ggml.tokens", path)
+    core = _core(tokens, _required(entries, "tokenizer.ggml.merges", path), style)
+    _add_special_tokens(core, tokens, entries.get("tokenizer.ggml.token_type", []))
+    return tokens, core
+
+
 def _style(entries: dict[str, Any], path: str | Path) -> _Style:
     model, name = entries.get("tokenizer.ggml.model"), entries.get("tokenizer.ggml.pre")
     if model != "gpt2":
-        raise UnsupportedModel(f"tokenizer.ggml.model is {model!r} in {path}: only byte-level BPE ('gpt2') is read")
+        raise UnsupportedModel(
+            f"tokenizer.ggml.model is {model!r} in {path}: byte-level BPE ('gpt2') and SentencePiece ('llama') are read"
+        )
     if name not in _STYLES:
         raise UnsupportedModel(f"tokenizer.ggml.pre is {name!r} in {path}: known are {', '.join(sorted(_STYLES))}")
     return _STYLES[name]
