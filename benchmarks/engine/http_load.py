@@ -147,10 +147,16 @@ def _batch(seed: int) -> TrainBatch:
 
 
 async def _memory_over_requests(client: httpx.AsyncClient, requests: int) -> dict[str, float]:
-    """Peak resident gigabytes of the worker after a quarter of the requests and after all."""
+    """Peak resident gigabytes of the worker after each quarter of the requests."""
     found: dict[str, float] = {}
+    places = asyncio.Semaphore(CLIENTS)
+
+    async def short(seed: int) -> None:
+        async with places:
+            await _short(client, seed)
+
     for quarter in range(4):
-        await asyncio.gather(*(_short(client, quarter * requests + i) for i in range(requests // 4)))
+        await asyncio.gather(*(short(quarter * requests + i) for i in range(requests // 4)))
         found[f"after {(quarter + 1) * requests // 4}"] = (await client.get("/state")).json()["peak_memory_bytes"] / 1e9
     return found
 

@@ -31,7 +31,14 @@ def main() -> None:
     core = WorkerCore(spec)
     core.start()
     threading.Thread(target=_end_with_engine, args=(core,), name="engine-watch", daemon=True).start()
-    uvicorn.run(make_app(core), uds=spec.socket, log_level="warning", access_log=False, timeout_graceful_shutdown=1)
+    uvicorn.run(
+        make_app(core),
+        uds=spec.socket,
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=1,
+        timeout_keep_alive=75,  # longer than clients keep idle connections: none is closed under a request
+    )
     # Compilation and running steps hold threads that cannot be joined in bounded time.
     os._exit(0)
 
