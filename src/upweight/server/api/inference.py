@@ -24,6 +24,7 @@ from upweight.server.api.errors import both_forms, text_of
 from upweight.server.api.model_names import job_for_model
 from upweight.server.api.served import StreamReader, served_of
 from upweight.server.ascii_json import AsciiJSON
+from upweight.server.error_bodies import is_anthropic
 from upweight.server.reasons import reason_header
 from upweight.server.refusals import Refusal
 from upweight.server.store import completions
@@ -109,31 +110,34 @@ async def _stream(request: Request, job: Job, parts: Parts, path: str, body: byt
         await upstream.aclose()
         return _error(request, upstream, content)
     return StreamingResponse(
-        _pass_on(upstream, job, parts, asked), upstream.status_code, media_type=upstream.headers.get("content-type")
+        _pass_on(request, upstream, job, parts, asked),
+        upstream.status_code,
+        media_type=upstream.headers.get("content-type"),
     )
 
 
-async def _pass_on(upstream: httpx.Response, job: Job, parts: Parts, asked: dict[str, Any]) -> AsyncIterator[bytes]:
-    """Chunks as they come; the last ones (which say the end) only after the completion was stored."""
-    reader, held = StreamReader(), b""
+async def _pass_on(
+    request: Request, upstream: httpx.Response, job: Job, parts: Parts, asked: dict[str, Any]
+) -> AsyncIterator[bytes]:
+    """Events as they come; the one that ends a choice only after that choice was stored."""
+    reader = StreamReader()
     try:
         async for chunk in upstream.aiter_raw():
-            reader.feed(chunk)
-            if b"[DONE]" in held + chunk:
-                held += chunk
-                continue
-            yield held + chunk
-            held = b""
-        if not job.is_over:
-            await _remember(parts, job, asked, reader.answer())
-        yield held
+            for event in reader.feed(chunk):
+                if (done := reader.take(event)) and not job.is_over:
+                    await _remember(parts, job, asked, {"choices": done})
+                yield event
+        yield reader.rest
     except httpx.TransportError as error:
-        message = {
-            "error": {"message": f"the worker broke off: {error}", "type": "server_error", "param": None, "code": None}
-        }
-        yield b"data: " + json.dumps(message).encode() + b"\n\n"
+        yield _error_event(request, f"the worker broke off: {error!r}; try again")
     finally:
         await upstream.aclose()
+
+
+def _error_event(request: Request, message: str) -> bytes:
+    body = both_forms(request, 503, {"detail": message})
+    name = b"event: error\n" if is_anthropic(request.url.path) else b""
+    return name + b"data: " + json.dumps(body).encode() + b"\n\n"
 
 
 async def _remember(parts: Parts, job: Job, asked: dict[str, Any], answer: dict[str, Any]) -> None:
