@@ -45,12 +45,12 @@ def parse_chat(body: Body, serving: Serving) -> Asked:
         raise RequestError(f"top_logprobs is {alternatives}, which needs logprobs true", field="top_logprobs")
     limit = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
     tooling = read_tools(body, serving)
-    params = _params(body, serving, limit, alternatives)
+    prompt = serving.tokenizer.encode_chat(messages, tools=tooling.told or None, keep_calls=True)
+    params = _params(body, serving, len(prompt), limit, alternatives)
     if tooling.constraint is not None:
         if params.constraint is not None:
             raise RequestError("response_format and tool_choice demand two different answers", field="response_format")
         params = with_constraint(params, tooling.constraint, "tool_choice")
-    prompt = serving.tokenizer.encode_chat(messages, tools=tooling.told or None, keep_calls=True)
     return _asked(body, serving, [prompt], params, logprobs=logprobs, tools=tooling.use)
 
 
@@ -59,7 +59,7 @@ def parse_text(body: Body, serving: Serving) -> Asked:
     prompts = _prompts(body.get("prompt"), serving)
     logprobs, alternatives = _text_logprobs(body)
     echo = fields.flag(body, "echo")
-    params = _params(body, serving, "max_tokens", alternatives)
+    params = _params(body, serving, max(map(len, prompts)), "max_tokens", alternatives)
     if echo and alternatives:
         raise refuse("logprobs", alternatives, "0 with echo: alternatives of a prompt's tokens are not offered")
     if echo and logprobs:
@@ -71,8 +71,8 @@ def parse_text(body: Body, serving: Serving) -> Asked:
     return asked
 
 
-def _params(body: Body, serving: Serving, limit: str, alternatives: int) -> SamplingParams:
-    params = sampling_params(body, serving, max_tokens_field=limit)
+def _params(body: Body, serving: Serving, prompt_len: int, limit: str, alternatives: int) -> SamplingParams:
+    params = sampling_params(body, serving, prompt_len, max_tokens_field=limit)
     params = dataclasses.replace(
         params, top_logprobs=alternatives, prompt_logprobs=fields.flag(body, "prompt_logprobs")
     )
