@@ -108,11 +108,14 @@ def test_a_dead_engine_is_503_in_the_form_of_the_route(served: Served, tmp_path:
     core.wait_ready()
     core.engine.stop()
 
+    assert served.http.get("/health").status_code == 200
+
     async def ask() -> list[httpx.Response]:
         transport = httpx.ASGITransport(make_app(core))
         async with httpx.AsyncClient(transport=transport, base_url="http://worker") as client:
             chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
             bodies = {"chat/completions": chat, "messages": chat, "completions": {"prompt": "a", "stream": True}}
+            assert (await client.get("/health")).status_code == 503
             return [await client.post(f"/openai/v1/{path}", json=body) for path, body in bodies.items()]
 
     chat, message, text = asyncio.run(ask())

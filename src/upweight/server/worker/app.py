@@ -48,6 +48,7 @@ def make_app(core: WorkerCore) -> Starlette:
     return Starlette(
         routes=[
             Route("/state", handlers.state),
+            Route("/health", handlers.health),
             Route("/stats", handlers.stats),
             Route("/train", handlers.train, methods=["POST"]),
             Route("/checkpoint", handlers.checkpoint, methods=["POST"]),
@@ -70,6 +71,11 @@ class Handlers:
 
     async def state(self, request: Request) -> Response:
         return _json(self.core.state().model_dump())
+
+    async def health(self, request: Request) -> Response:
+        """503 before the model is loaded and once the engine has ended."""
+        well = self.core.loaded and self.core.engine.alive
+        return AsciiJSON({"status": "ok" if well else "unavailable"}, 200 if well else 503)
 
     async def train(self, request: Request) -> Response:
         index = int(request.query_params["batch_index"])
