@@ -159,3 +159,14 @@ def test_a_grammar_that_becomes_too_complex_is_a_bad_request(served: Served) -> 
     *_, last = events(served.post("completions", **body, stream=True))
     assert isinstance(last, dict)
     assert "cannot be followed" in last["error"]["message"]
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(served: Served) -> None:
+    huge = "word " * 5_000_000
+    began = time.monotonic()
+    text = served.post("completions", prompt=huge)
+    chat = served.post("messages", messages=[{"role": "user", "content": huge}], max_tokens=1)
+    assert time.monotonic() - began < 5
+    assert [text.status_code, chat.status_code] == [400, 400]
+    assert text.json()["error"]["message"].startswith("prompt too long: 25000000 characters, at most ")
+    assert chat.json()["error"]["message"].startswith("messages too long: ")

@@ -35,6 +35,7 @@ from upweight.server.store.jobs import Job, get_job
 
 PREFIX = "/v1alpha1/fine_tuning/jobs/{job_id}"
 MOST_ATTEMPTS = 5
+MOST_BODY_MB = 32  # a worker reads a body while its engine waits
 log = logging.getLogger(__name__)
 
 OF_JOB = PREFIX + "/inference/openai/v1"
@@ -44,7 +45,7 @@ router = APIRouter()
 
 @router.post(PREFIX + "/render")
 async def render(request: Request, job: JobOf, parts: PartsOf) -> Response:
-    return await _forward(request, job, parts, "POST", "/render", await read_body(request))
+    return await _forward(request, job, parts, "POST", "/render", await read_body(request, most_mb=MOST_BODY_MB))
 
 
 @router.get(OF_JOB + "/models")
@@ -77,7 +78,7 @@ async def complete_for_model(request: Request, parts: PartsOf, project: ProjectO
 
 
 async def _read(request: Request, parts: Parts) -> tuple[bytes, dict[str, Any]]:
-    body = await read_body(request)
+    body = await read_body(request, most_mb=MOST_BODY_MB)
     try:
         return body, await off_the_loop(parts, len(body), parse_json, body)
     except Refusal as refusal:

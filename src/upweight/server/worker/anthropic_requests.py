@@ -37,7 +37,7 @@ def parse_messages(body: Body, serving: Serving) -> Asked:
     tooling = read_tools(_tool_fields(body), serving)
     sampled: dict[str, Any] = {name: body.get(name) for name in _SAMPLED}
     fields.texts(body, "stop_sequences", 16)
-    prompt = serving.tokenizer.encode_chat(_chat(body), tools=tooling.told or None, keep_calls=True)
+    prompt = serving.encode_chat(_chat(body), tooling.told)
     params = sampling_params({**sampled, "stop": body.get("stop_sequences")}, serving, len(prompt), least_tokens=1)
     constraint = _output_format(body, serving)
     if constraint is not None:
@@ -73,7 +73,7 @@ def count_tokens(body: Body, serving: Serving) -> int:
     """Tokens of the prompt that the same body would be answered from."""
     fields.only(body, _COUNTED, _INERT, _NEUTRAL)
     tooling = read_tools(_tool_fields(body), serving)
-    return len(serving.tokenizer.encode_chat(_chat(body), tools=tooling.told or None, keep_calls=True))
+    return len(serving.encode_chat(_chat(body), tooling.told))
 
 
 def _chat(body: Body) -> list[dict[str, Any]]:

@@ -45,7 +45,7 @@ def parse_chat(body: Body, serving: Serving) -> Asked:
         raise RequestError(f"top_logprobs is {alternatives}, which needs logprobs true", field="top_logprobs")
     limit = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
     tooling = read_tools(body, serving)
-    prompt = serving.tokenizer.encode_chat(messages, tools=tooling.told or None, keep_calls=True)
+    prompt = serving.encode_chat(messages, tooling.told)
     params = _params(body, serving, len(prompt), limit, alternatives)
     if tooling.constraint is not None:
         if params.constraint is not None:
@@ -94,11 +94,11 @@ def _text_logprobs(body: Body) -> tuple[bool, int]:
 
 def _prompts(prompt: Any, serving: Serving) -> list[list[int]]:
     if isinstance(prompt, str):
-        found = [_encoded(prompt, serving)]
+        found = [serving.encode(prompt, "prompt")]
     elif isinstance(prompt, list) and prompt and fields.are_ids(prompt):
         found = [prompt]
     elif isinstance(prompt, list) and prompt and all(isinstance(p, str) for p in prompt):
-        found = [_encoded(p, serving) for p in prompt]
+        found = [serving.encode(p, "prompt") for p in prompt]
     elif isinstance(prompt, list) and prompt and all(fields.are_ids(p) for p in prompt):
         found = prompt
     else:
@@ -112,13 +112,6 @@ def _prompts(prompt: Any, serving: Serving) -> list[list[int]]:
                 f"prompt has token id {fields.short(wrong)}; ids go from 0 to {serving.vocab_size - 1}", field="prompt"
             )
     return found
-
-
-def _encoded(text: str, serving: Serving) -> list[int]:
-    try:
-        return serving.tokenizer.encode(text)
-    except RequestError as error:
-        raise RequestError(f"prompt: {error}", field="prompt") from None
 
 
 def _asked(body: Body, serving: Serving, prompts: list[list[int]], params: SamplingParams, **more: Any) -> Asked:
