@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
 import time
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import pytest
 from server_harness import Running, Start
+
+from upweight.server.api.inference import PassedOn
 
 BODY: dict[str, Any] = {"messages": [], "max_tokens": 1}
 
@@ -68,6 +72,32 @@ def test_a_stream_that_breaks_off_says_so_in_the_form_of_the_route(start: Start,
     error = json.loads(data)["error"]
     assert error["type"] == ("overloaded_error" if path == "messages" else "server_error")
     assert error["message"].startswith("the worker broke off")
+
+
+def test_a_stream_that_never_begins_is_closed_for_the_worker_too() -> None:
+    class Source(httpx.AsyncByteStream):
+        closed = False
+
+        async def __aiter__(self) -> AsyncIterator[bytes]:
+            yield b""
+
+        async def aclose(self) -> None:
+            self.closed = True
+
+    async def never() -> AsyncIterator[bytes]:
+        await asyncio.sleep(60)
+        yield b""
+
+    async def gone() -> dict[str, Any]:
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        await asyncio.sleep(0)
+
+    source = Source()
+    response = PassedOn(httpx.Response(200, stream=source), never())
+    asyncio.run(response({"type": "http", "asgi": {"spec_version": "2.3"}}, gone, send))
+    assert source.closed
 
 
 def test_health_is_503_while_the_engine_of_a_served_model_is_gone(start: Start) -> None:

@@ -20,6 +20,7 @@ import httpx
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import StreamingResponse
 from sqlalchemy.exc import OperationalError
+from starlette.types import Receive, Scope, Send
 
 from upweight.errors import StoreError
 from upweight.server.api.context import JobOf, Parts, PartsOf, ProjectOf, off_the_loop, parse_json, read_body
@@ -109,11 +110,21 @@ async def _stream(request: Request, job: Job, parts: Parts, path: str, body: byt
     upstream = await _ask(request, job, parts, "POST", path, body, stream=True)
     if upstream.status_code >= 400:
         return _error(request, upstream)
-    return StreamingResponse(
-        _pass_on(request, upstream, job, parts, asked),
-        upstream.status_code,
-        media_type=upstream.headers.get("content-type"),
-    )
+    return PassedOn(upstream, _pass_on(request, upstream, job, parts, asked))
+
+
+class PassedOn(StreamingResponse):
+    """A stream of the worker, which ends with the response, also when a client that left lets it never begin."""
+
+    def __init__(self, upstream: httpx.Response, events: AsyncIterator[bytes]) -> None:
+        super().__init__(events, upstream.status_code, media_type=upstream.headers.get("content-type"))
+        self._upstream = upstream
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._upstream.aclose()
 
 
 async def _pass_on(
@@ -133,8 +144,6 @@ async def _pass_on(
     except (StoreError, OperationalError) as error:
         log.error("store: %s", error)
         yield _error_event(request, "the store cannot answer now, the end of this answer was not stored; try again")
-    finally:
-        await upstream.aclose()
 
 
 def _error_event(request: Request, message: str) -> bytes:
