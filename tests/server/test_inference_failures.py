@@ -14,7 +14,9 @@ import httpx
 import pytest
 from server_harness import Running, Start
 
+from upweight.errors import StoreError
 from upweight.server.api.inference import PassedOn
+from upweight.server.store import completions
 
 BODY: dict[str, Any] = {"messages": [], "max_tokens": 1}
 
@@ -72,6 +74,21 @@ def test_a_stream_that_breaks_off_says_so_in_the_form_of_the_route(start: Start,
     error = json.loads(data)["error"]
     assert error["type"] == ("overloaded_error" if path == "messages" else "server_error")
     assert error["message"].startswith("the worker broke off")
+
+
+def test_a_stream_that_cannot_be_stored_ends_with_an_error(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = start()
+    job = ready(server)
+
+    def full(*_: Any) -> None:
+        raise StoreError("the disk is full")
+
+    monkeypatch.setattr(completions, "remember", full)
+    text = ask(server, job, "m", stream=True).text
+    assert "[DONE]" not in text
+    assert "was not stored" in json.loads(text.rpartition("data: ")[2])["error"]["message"]
+    whole = ask(server, job, "m")
+    assert (whole.status_code, "nothing was stored" in whole.json()["error"]["message"]) == (503, True)
 
 
 def test_a_stream_that_never_begins_is_closed_for_the_worker_too() -> None:

@@ -33,7 +33,7 @@ WRONG: list[tuple[str, list[Any]]] = [
     ("logit_bias", ["x", [1], {"x": 1}, {"-1": 1}, {"49152": 1}, {"1": 101}, {"1": "1"}, {"1": NAN}, {"²": 1}, {"9" * 5000: 1}, {"1": HUGE}]),
     ("stop", ["", [""], [1], {}, 0, False, ["a"] * 17]),
     ("stream", ["false", 1, []]),
-    ("stream_options", ["x", 1, False, []]),
+    ("stream_options", ["x", 1, False, [], {"include_usage": "yes"}]),
     ("return_token_ids", ["yes", 1]),
     ("prompt_logprobs", [1, "yes"]),
     ("ignore_eos", ["no", 0]),

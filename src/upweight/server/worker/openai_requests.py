@@ -124,11 +124,16 @@ def _asked(body: Body, serving: Serving, prompts: list[list[int]], params: Sampl
         token_ids=fields.flag(body, "return_token_ids"),
         token_id_names=fields.flag(body, "return_token_ids"),
         stream=fields.flag(body, "stream"),
-        usage_in_stream=bool(fields.object_of(body, "stream_options").get("include_usage")),
+        usage_in_stream=_usage_in_stream(body),
         prompt_logprobs=fields.flag(body, "prompt_logprobs"),
         timeout=read_timeout(body, serving),
         **more,
     )
+
+
+def _usage_in_stream(body: Body) -> bool:
+    name = "stream_options.include_usage"
+    return fields.flag({name: fields.object_of(body, "stream_options").get("include_usage")}, name)
 
 
 def read_timeout(body: Body, serving: Serving) -> float | None:
