@@ -115,6 +115,10 @@ def test_refusals_are_the_errors_of_the_client(served: Served, anthropic_client:
     assert (body["type"], body["error"]["type"]) == ("error", "invalid_request_error")
     with pytest.raises(anthropic.NotFoundError, match="'x' is not served here"):
         anthropic_client.messages.create(messages=HELLO, **{**GREEDY, "model": "x"})
+    used = len(served.core.model.tokenizer.encode_chat(HELLO))
+    fits = f"max_tokens is 4096; .* from 1 to 512, the context; beside the prompt's {used} tokens {512 - used} fit"
+    with pytest.raises(anthropic.BadRequestError, match=fits):
+        anthropic_client.messages.create(messages=HELLO, model="tiny", max_tokens=4096)
     missing = served.post("messages", messages=HELLO)
     assert missing.status_code == 400
     assert json.loads(missing.content)["error"]["message"].startswith("max_tokens is missing")

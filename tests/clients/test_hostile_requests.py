@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,7 +79,7 @@ ATTACKS = st.one_of(
 
 async def strike(client: httpx.AsyncClient, attack: Attack) -> int | None:
     """The status of the answer; None for a request that was left."""
-    call = client.post(f"/openai/v1/{attack.path}", content=attack.body)
+    call = client.post(attack.path, content=attack.body)
     if attack.leave_after is None:
         return (await call).status_code
     with contextlib.suppress(TimeoutError):
@@ -87,14 +88,17 @@ async def strike(client: httpx.AsyncClient, attack: Attack) -> int | None:
 
 
 async def ask(client: httpx.AsyncClient, body: dict[str, Any]) -> list[int]:
-    answer = await client.post("/openai/v1/completions", json=body)
+    answer = await client.post("completions", json=body)
     assert answer.status_code == 200, answer.text
     ids: list[int] = answer.json()["choices"][0]["token_ids"]
     return ids
 
 
-async def battle(url: str, attacks: list[Attack]) -> tuple[list[int | None], list[list[int]]]:
-    async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+async def battle(
+    url: str, attacks: list[Attack], headers: Mapping[str, str] | None = None, prefix: str = "/openai/v1"
+) -> tuple[list[int | None], list[list[int]]]:
+    """Attacks and victims at the same time: the statuses of the ones, the tokens of the others."""
+    async with httpx.AsyncClient(base_url=url + prefix, headers=headers, timeout=60) as client:
         strikes = [strike(client, attack) for attack in attacks]
         asked = [ask(client, body) for body in VICTIMS]
         statuses, answers = await asyncio.gather(asyncio.gather(*strikes), asyncio.gather(*asked))

@@ -40,7 +40,8 @@ def test_a_stream_is_well_formed_to_the_byte(served: Served) -> None:
         mine = [c for chunk in chunks for c in chunk["choices"] if c["index"] == choice["index"]]  # type: ignore[index]
         assert "".join(c["text"] for c in mine) == choice["text"]
         assert [i for c in mine for i in c.get("token_ids", [])] == choice["token_ids"]
-        assert [c["logprobs"] for c in mine if c["logprobs"]] == [choice["logprobs"]]
+        told = [c["logprobs"] for c in mine if c["logprobs"]]
+        assert {name: [v for one in told for v in one[name]] for name in told[0]} == choice["logprobs"]
         assert [c["finish_reason"] for c in mine if c["finish_reason"]] == [choice["finish_reason"]]
 
 
@@ -101,23 +102,47 @@ def test_a_full_queue_says_when_to_come_again(served: Served) -> None:
     served.quiet()
 
 
-def test_a_dead_engine_is_503_in_the_form_of_the_route(served: Served, tmp_path: Path) -> None:
-    core = WorkerCore(served.core.spec.model_copy(update={"folder": str(tmp_path)}))
+class BrokenRunner:
+    """The device fails in every step from now on."""
+
+    num_programs = 0
+
+    def __init__(self, params: Any) -> None:
+        self.params = params
+
+    def prefill(self, rows: Any) -> Any:
+        raise RuntimeError("the device is gone")
+
+
+def test_an_engine_that_cannot_go_on_fails_all_requests_at_once_in_the_form_of_the_route(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = served.core.spec.model_copy(update={"folder": str(tmp_path), "max_slots": 2})
+    core = WorkerCore(spec)
     core.start()
     core.wait_ready()
-    core.engine.stop()
+    monkeypatch.setattr(core.engine, "_make_runner", BrokenRunner)
+    core.engine.runner = BrokenRunner(core.engine.runner.params)  # type: ignore[assignment]
+    assert served.http.get("/health").status_code == 200
 
     async def ask() -> list[httpx.Response]:
         transport = httpx.ASGITransport(make_app(core))
         async with httpx.AsyncClient(transport=transport, base_url="http://worker") as client:
+            assert (await client.get("/health")).status_code == 200
+            under_way = [client.post("/openai/v1/completions", json={**LONG, "n": 2}) for _ in range(6)]
+            statuses = [answer.status_code for answer in await asyncio.gather(*under_way)]
+            assert sorted(set(statuses)) == [500, 503]  # in a step that failed, and waiting when the last one did
+            assert (await client.get("/health")).status_code == 503
             chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
             bodies = {"chat/completions": chat, "messages": chat, "completions": {"prompt": "a", "stream": True}}
             return [await client.post(f"/openai/v1/{path}", json=body) for path, body in bodies.items()]
 
-    chat, message, text = asyncio.run(ask())
+    chat, message, text = asyncio.run(asyncio.wait_for(ask(), 30))
+    assert core.engine.wait_for_end() == "the engine failed 3 times in a row, last: the device is gone"
     assert [chat.status_code, message.status_code, text.status_code] == [503] * 3
     assert chat.json()["error"]["type"] == text.json()["error"]["type"] == "server_error"
     assert message.json()["error"]["type"] == "overloaded_error"
+    assert "the device is gone" in message.json()["error"]["message"]
 
 
 def test_more_choices_than_the_queue_holds_are_a_bad_request(served: Served) -> None:
@@ -155,3 +180,14 @@ def test_a_grammar_that_becomes_too_complex_is_a_bad_request(served: Served) -> 
     *_, last = events(served.post("completions", **body, stream=True))
     assert isinstance(last, dict)
     assert "cannot be followed" in last["error"]["message"]
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(served: Served) -> None:
+    huge = "word " * 5_000_000
+    began = time.monotonic()
+    text = served.post("completions", prompt=huge)
+    chat = served.post("messages", messages=[{"role": "user", "content": huge}], max_tokens=1)
+    assert time.monotonic() - began < 5
+    assert [text.status_code, chat.status_code] == [400, 400]
+    assert text.json()["error"]["message"].startswith("prompt too long: 25000000 characters, at most ")
+    assert chat.json()["error"]["message"].startswith("messages too long: ")

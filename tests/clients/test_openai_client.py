@@ -55,7 +55,8 @@ def test_an_async_client_and_many_requests_at_once(served: Served, openai_client
 
 
 def test_a_stream_is_the_whole_answer(openai_client: openai.OpenAI) -> None:
-    asked: Any = {**GREEDY, "messages": MESSAGES, "logprobs": True, "n": 2}
+    asked: Any = {**GREEDY, "messages": MESSAGES, "logprobs": True, "top_logprobs": 2, "n": 2}
+    asked |= {"temperature": 1, "seed": 5}
     whole = openai_client.chat.completions.create(**asked)
     texts, ids, entries, reasons = ["", ""], [[], []], [[], []], [None, None]  # type: ignore[var-annotated]
     usage = None
@@ -70,7 +71,7 @@ def test_a_stream_is_the_whole_answer(openai_client: openai.OpenAI) -> None:
         assert texts[choice.index] == choice.message.content
         assert ids[choice.index] == ids_of(choice)
         assert choice.logprobs is not None
-        assert [e.token for e in entries[choice.index]] == [e.token for e in choice.logprobs.content or []]
+        assert entries[choice.index] == choice.logprobs.content
         assert reasons[choice.index] == choice.finish_reason
     assert usage is not None
     assert usage.model_dump(exclude={"prompt_tokens_details"}) == whole.usage.model_dump(
@@ -89,6 +90,14 @@ def test_an_async_stream_and_the_stream_helper(served: Served, openai_client: op
     assert asyncio.run(streamed()) == whole
     with openai_client.chat.completions.stream(messages=MESSAGES, **GREEDY) as stream:
         assert "".join(event.delta for event in stream if event.type == "content.delta") == whole
+    told: Any = {**GREEDY, "messages": MESSAGES, "logprobs": True, "temperature": 1, "seed": 5}
+    entries = openai_client.chat.completions.create(**told).choices[0].logprobs
+    with openai_client.chat.completions.stream(**told) as stream:
+        for _ in stream:
+            final = stream.current_completion_snapshot.choices[0].logprobs
+    assert final is not None
+    assert entries is not None
+    assert final.content == entries.content
 
 
 def test_text_completions_of_every_prompt(served: Served, openai_client: openai.OpenAI) -> None:
@@ -218,6 +227,8 @@ def test_refusals_are_the_errors_of_the_client(openai_client: openai.OpenAI) -> 
     with pytest.raises(openai.BadRequestError, match=r"top_p is 1\.5; it must be a number from 0 to 1") as refused:
         openai_client.chat.completions.create(messages=MESSAGES, **{**GREEDY, "top_p": 1.5})
     assert (refused.value.param, refused.value.type) == ("top_p", "invalid_request_error")
+    with pytest.raises(openai.BadRequestError, match=r"max_tokens is 4096; .* beside the prompt's \d+ tokens \d+ fit"):
+        openai_client.chat.completions.create(messages=MESSAGES, **{**GREEDY, "max_tokens": 4096})
     with pytest.raises(openai.NotFoundError, match="model 'x' is not served here; served: tiny, ftjob-1"):
         openai_client.chat.completions.create(messages=MESSAGES, **{**GREEDY, "model": "x"})
     with pytest.raises(openai.BadRequestError, match=r"prompt is \[\]"):

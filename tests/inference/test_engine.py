@@ -10,7 +10,7 @@ import pytest
 from upweight.errors import RequestError
 from upweight.inference.engine import Engine, EngineBusy
 from upweight.inference.gather import answers_to
-from upweight.inference.types import FinishReason, GenerationOutput, SamplingParams
+from upweight.inference.types import FinishReason, GenerationOutput, SamplingParams, TextPiece
 from upweight.weights.loading import LoadedModel
 
 
@@ -119,7 +119,7 @@ def test_stop_ids_and_strings(model: LoadedModel, engine: Engine) -> None:
 
 
 def test_streamed_text_is_the_answer(engine: Engine) -> None:
-    pieces: list[str] = []
+    pieces: list[TextPiece] = []
     done: list[GenerationOutput] = []
     finished = threading.Event()
 
@@ -130,8 +130,10 @@ def test_streamed_text_is_the_answer(engine: Engine) -> None:
     params = SamplingParams(max_tokens=20, seed=1, ignore_eos=True, stop=("never said",))
     engine.submit(PROMPTS[0], params, end, on_text=pieces.append)
     assert finished.wait(60)
-    assert "".join(pieces) == done[0].text
+    assert "".join(piece.text for piece in pieces) == done[0].text
     assert len(pieces) > 3
+    for name, values in done[0].lists().items():
+        assert [value for piece in pieces for value in piece.lists()[name]] == values, name
 
 
 def test_new_weights_take_over_between_steps_and_no_old_key_is_used(model: LoadedModel) -> None:

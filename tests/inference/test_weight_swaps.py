@@ -32,7 +32,7 @@ class Running:
         self.outputs: list[GenerationOutput] = []
         self.ended, began, self.hold = threading.Event(), threading.Event(), threading.Event()
 
-        def wait_once(_: str) -> None:
+        def wait_once(_: object) -> None:
             if not began.is_set():
                 began.set()
                 self.hold.wait(60)  # the engine stands here until the swap is asked for

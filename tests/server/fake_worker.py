@@ -169,6 +169,10 @@ class Handler(BaseHTTPRequestHandler):
                 (FOLDER / "abandoned").touch()
                 self.close_connection = True
                 return None
+        if str(asked.get("model")).startswith("status "):
+            return self.refuse(*asked["model"].split()[1:])
+        if asked.get("model") == "breaks":
+            return self.break_off(asked)
         if asked.get("model") == "unknown":
             return self.answer({"error": {"message": "no such model", "type": "t", "param": None, "code": None}}, 404)
         prompt, output = [11, 12, 13], [21, 22, 2]
@@ -200,6 +204,28 @@ class Handler(BaseHTTPRequestHandler):
                 "usage": {"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6},
             }
         )
+
+    def refuse(self, status: str, retry_after: str = "") -> None:
+        body = json.dumps({"error": {"message": f"refused with {status}", "type": "t", "param": None, "code": None}})
+        self.send_response(int(status))
+        if retry_after:
+            self.send_header("Retry-After", retry_after)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body.encode())
+
+    def break_off(self, asked: dict) -> None:
+        """Ends in the middle of the answer; the second time a stream is not asked for, all of it comes."""
+        marker = FOLDER / "broken"
+        if marker.exists():
+            return self.complete({**asked, "model": "m"})
+        marker.touch()
+        self.send_response(200)
+        self.send_header("Content-Length", "1000")
+        self.end_headers()
+        self.wfile.write(b"data: {}\n\ndata: {" if asked.get("stream") else b'{"id": "ch')
+        self.close_connection = True
+        return None
 
     def stream(self, prompt: list[int], output: list[int], content: list[dict]) -> None:
         self.send_response(200)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from upweight.inference.constraints import Grammars
 from upweight.inference.types import FinishReason, GenerationOutput
-from upweight.server.worker.asked import Serving
+from upweight.server.worker.asked import Serving, longest_text
 from upweight.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer.from_folder(Path(__file__).parents[1] / "data" / "smollm2")
@@ -15,6 +15,7 @@ SERVING = Serving(
     vocab_size=TOKENIZER.vocab_size,
     max_context=512,
     default_tokens=7,
+    longest_text=longest_text(TOKENIZER, 512),
     grammars=Grammars(TOKENIZER, TOKENIZER.vocab_size),
 )
 MESSAGES = [{"role": "user", "content": "Hi"}]

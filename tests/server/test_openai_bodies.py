@@ -50,7 +50,7 @@ def test_answers_have_the_shape_of_the_contract() -> None:
     assert first["message"] == {"role": "assistant", "content": ""}  # never null
     assert (first["finish_reason"], first["token_ids"]) == ("length", [21, 2])
     assert first["token_inference_versions"] == [3, 4]
-    assert "token_inference_versions" not in second
+    assert second["token_inference_versions"] == [4]  # not the answer's version
     assert first["raw_logprobs"] == [-0.5, -0.5]
     assert first["logprobs"] == {
         "content": [
@@ -68,6 +68,8 @@ def test_answers_have_the_shape_of_the_contract() -> None:
     }
     plain = answer(CHAT, asked_for(), outputs[1:])
     assert "prompt_token_ids" not in plain
+    assert plain["inference_version"] == 4
+    assert "token_inference_versions" not in plain["choices"][0]
     assert plain["choices"][0]["logprobs"] is None
     assert plain["choices"][0]["token_ids"] == [22]  # always
 

@@ -33,7 +33,7 @@ WRONG: list[tuple[str, list[Any]]] = [
     ("logit_bias", ["x", [1], {"x": 1}, {"-1": 1}, {"49152": 1}, {"1": 101}, {"1": "1"}, {"1": NAN}, {"²": 1}, {"9" * 5000: 1}, {"1": HUGE}]),
     ("stop", ["", [""], [1], {}, 0, False, ["a"] * 17]),
     ("stream", ["false", 1, []]),
-    ("stream_options", ["x", 1, False, []]),
+    ("stream_options", ["x", 1, False, [], {"include_usage": "yes"}]),
     ("return_token_ids", ["yes", 1]),
     ("prompt_logprobs", [1, "yes"]),
     ("ignore_eos", ["no", 0]),
@@ -97,7 +97,10 @@ def test_a_wrong_field_of_a_text_completion_is_named(field: str, value: Any) -> 
     ("body", "line"),
     [
         ({"n": 129}, "n is 129; it must be a whole number from 1 to 128"),
-        ({"max_tokens": 600}, "max_tokens is 600; it must be a whole number from 0 to 512"),
+        (
+            {"max_tokens": 600},
+            "max_tokens is 600; it must be a whole number from 0 to 512, the context; beside the prompt's 31 tokens 481 fit",
+        ),
         ({"top_p": 1.5}, "top_p is 1.5; it must be a number from 0 to 1"),
         ({"logit_bias": {"49152": 1}}, "logit_bias names token '49152'; it must be a token id from 0 to 49151"),
         ({"top_logprobs": 2}, "top_logprobs is 2, which needs logprobs true"),

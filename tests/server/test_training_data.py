@@ -12,7 +12,7 @@ import pytest
 from upweight.server.api.served import StreamReader, sampling_of, served_of
 from upweight.server.store import batches, completions, jobs
 from upweight.server.store.database import Database
-from upweight.server.store.rows import NewSample, pack_sample
+from upweight.server.store.rows import NewSample, completion_key, pack_sample
 from upweight.server.supervision.training_data import BuiltBatch, build_batch, join_batch
 from upweight.server.worker_protocol import decode_batch, encode_batch
 
@@ -161,8 +161,28 @@ def test_a_stream_is_put_together_whatever_its_chunks() -> None:
         b"data: [DONE]\n\n"
     )
     for size in (1, 7, len(events)):
-        reader = StreamReader()
+        reader, passed, done = StreamReader(), [], []
         for start in range(0, len(events), size):
-            reader.feed(events[start : start + size])
-        whole = reader.answer()
-        assert (whole["prompt_token_ids"], whole["choices"][0]["token_ids"]) == ([1], [5, 6])
+            for event in reader.feed(events[start : start + size]):
+                passed.append(event)
+                done += reader.take(event)
+        assert b"".join(passed) == events
+        (choice,) = done
+        assert (choice["prompt_token_ids"], choice["inference_version"], choice["token_ids"]) == ([1], 2, [5, 6])
+
+
+def test_a_choice_is_complete_with_its_finish_reason_and_told_once() -> None:
+    reader = StreamReader()
+    assert reader.take(b'data: {"choices":[{"index":0,"token_ids":[5]}]}\n\n') == []
+    assert reader.take(b'data: {"choices":[{"index":1,"token_ids":[7]}]}\n\n') == []
+    (first,) = reader.take(b'data: {"choices":[{"index":1,"token_ids":[8],"finish_reason":"stop"}]}\n\n')
+    assert first["token_ids"] == [7, 8]
+    (rest,) = reader.take(b"data: [DONE]\n\n")
+    assert rest["token_ids"] == [5]
+    assert reader.take(b'data: {"choices":[{"index":2,"delta":{"content":"[DONE]"}}]}\n\n') == []
+
+
+def test_each_prompt_of_a_request_has_completions_of_its_own() -> None:
+    choices = [{"index": i, "prompt_token_ids": [i + 1], "token_ids": [9], "logprobs": None} for i in (0, 1)]
+    found = served_of({}, {"prompt_token_ids": [1], "inference_version": 0, "choices": choices})
+    assert [one.key for one in found] == [completion_key(np.array([i]), np.array([9])) for i in (1, 2)]

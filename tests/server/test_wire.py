@@ -243,6 +243,9 @@ def test_a_body_that_is_too_large_is_413(start: Start) -> None:
     answer = server.http.post(server.rl(job, "batches/0/samples"), content=b" " * 1_100_000)
     assert answer.status_code == 413
     assert "1 MB" in answer.json()["detail"]
+    asked = server.http.post("/v1/messages", content=b" " * 1_100_000)
+    assert asked.status_code == 413
+    assert asked.json()["error"]["type"] == "request_too_large"
 
 
 def test_a_repeated_post_makes_one_job(shared: Running) -> None:

@@ -1,6 +1,7 @@
 """Every reference id and text of tests/data, from both kinds of file."""
 
 import json
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -94,3 +95,27 @@ def test_what_is_no_text_is_refused(tokenizer: Tokenizer) -> None:
     with pytest.raises(RequestError, match="surrogate") as caught:
         tokenizer.encode_chat([{"role": "user", "content": "\udfff"}])
     assert caught.value.field == "messages"
+
+
+def test_long_texts_are_cut_as_short_ones_are_and_let_other_threads_run(either: Tokenizer, strings: Rows) -> None:
+    text = "".join(row["text"] for row in strings) * 2
+    while len(text) <= 500_000:
+        text += text
+    ticks, ended = 0, threading.Event()
+
+    def count() -> None:
+        nonlocal ticks
+        while not ended.wait(0.001):
+            ticks += 1
+
+    watcher = threading.Thread(target=count)
+    watcher.start()
+    before = ticks
+    ids = either.encode(text)
+    during = ticks - before
+    ended.set()
+    watcher.join()
+    assert during > 5
+    assert ids == either._core.encode(text, add_special_tokens=False).ids
+    with pytest.raises(RequestError):
+        either.encode(text + "\ud800")

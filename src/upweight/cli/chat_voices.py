@@ -169,7 +169,9 @@ class ModelVoice:
         began = time.monotonic()
         pieces: queue.SimpleQueue[str | GenerationOutput] = queue.SimpleQueue()
         prompt = self._engine.tokenizer.encode_chat(messages)
-        request = self._engine.submit(prompt, SamplingParams(**asdict(sampling)), pieces.put, on_text=pieces.put)
+        request = self._engine.submit(
+            prompt, SamplingParams(**asdict(sampling)), pieces.put, on_text=lambda piece: pieces.put(piece.text)
+        )
         try:
             while isinstance(item := pieces.get(), str):
                 yield item

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 from upweight.tokenizer import TextStream, Tokenizer
@@ -15,6 +16,9 @@ class AnswerText:
         self._stop = tuple(s for s in stop if s)
         self._text = ""
         self._given = 0
+        self._pushed = 0
+        self._covered = 0
+        self._spelled: deque[tuple[int, int]] = deque()  # (tokens, length of their text), not yet covered
         self.stopped = False
 
     @property
@@ -22,19 +26,28 @@ class AnswerText:
         return self._text
 
     def push(self, token_id: int) -> None:
-        self._extend(self._stream.push(token_id))
+        self._pushed += 1
+        piece = self._stream.push(token_id)
+        if piece:  # also the text of tokens before, which spelled a part of a character only
+            self._spelled.append((self._pushed, len(self._text) + len(piece)))
+        self._extend(piece)
 
     def flush(self) -> None:
         """No token follows: incomplete characters become visible."""
         if not self.stopped:
             self._extend(self._stream.flush())
 
-    def fresh(self, *, last: bool = False) -> str:
-        """Text since the last call that can no longer change; a possible beginning of a stop string is held back."""
+    def fresh(self, *, last: bool = False) -> tuple[str, int]:
+        """(text since the last call that can no longer change, number of tokens whose whole text is given out with it).
+
+        A possible beginning of a stop string is held back, and so are the tokens that spell it.
+        """
         end = len(self._text) if last or self.stopped else len(self._text) - self._held_back()
         piece = self._text[self._given : end]
         self._given = max(self._given, end)
-        return piece
+        while self._spelled and self._spelled[0][1] <= self._given:
+            self._covered = self._spelled.popleft()[0]
+        return piece, self._pushed if last else self._covered
 
     def _extend(self, piece: str) -> None:
         if not piece:

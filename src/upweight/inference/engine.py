@@ -29,7 +29,7 @@ from upweight.inference.programs import Programs, token_bytes
 from upweight.inference.runner import CACHE_BYTES, Drawn, ModelRunner, Scored
 from upweight.inference.scheduler import Row, Scheduler
 from upweight.inference.swaps import CacheOnUpdate, OnUpdate, Swap, WeightSwaps, check_policies
-from upweight.inference.types import FinishReason, GenerationOutput, OnDone, OnText, Request, SamplingParams
+from upweight.inference.types import FinishReason, GenerationOutput, OnDone, OnText, Request, SamplingParams, TextPiece
 from upweight.models.config import DecoderConfig
 from upweight.models.layers import Params
 from upweight.tokenizer import Tokenizer
@@ -55,6 +55,7 @@ class _Live:
     answer: AnswerText
     output: GenerationOutput
     times: RequestTimes
+    told: int = 0  # tokens that were given out with pieces of text
 
 
 class Engine:
@@ -365,8 +366,11 @@ class Engine:
     def _give_text(self, live: _Live, *, last: bool = False) -> None:
         if live.request.on_text is None:
             return
-        piece = live.answer.fresh(last=last)
-        if piece:
+        text, end = live.answer.fresh(last=last)
+        if text:
+            told, live.told = live.told, end
+            output = live.output
+            piece = TextPiece(text=text, prompt_logprobs=output.prompt_logprobs, **output.lists(told, end))
             _guarded(live.request.on_text, piece)
 
     def _end(self, live: _Live, reason: FinishReason) -> None:

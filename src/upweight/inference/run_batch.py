@@ -11,7 +11,7 @@ from upweight.inference.arguments import sampling_params, token_ids
 from upweight.inference.engine import STORE_BYTES, CacheOnUpdate, Engine, OnUpdate
 from upweight.inference.gather import answers_to
 from upweight.inference.placement import Placement, place, placement
-from upweight.inference.types import FinishReason, GenerationOutput, OnDone, SamplingParams
+from upweight.inference.types import FinishReason, GenerationOutput, OnDone, OnText, SamplingParams
 from upweight.models.layers import Params
 from upweight.tokenizer import Tokenizer
 
@@ -146,7 +146,9 @@ class InferenceScheduler:
         )[0]
         engine = self.engine.start()
         done = on_done or (lambda output: None)
-        return engine.submit(self.encode(prompt), params, done, on_text=stream_callback, timeout=timeout)
+        give = stream_callback
+        on_text: OnText | None = None if give is None else lambda piece: give(piece.text)
+        return engine.submit(self.encode(prompt), params, done, on_text=on_text, timeout=timeout)
 
     def remove_task(self, task_id: int) -> None:
         """Aborts a task before the next step, from any thread; unknown and finished ones are ignored."""

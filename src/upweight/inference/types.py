@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import Protocol
+from typing import Any, Protocol
 
 
 class FinishReason(StrEnum):
@@ -68,8 +68,8 @@ class SamplingParams:
 
 
 @dataclass(kw_only=True)
-class GenerationOutput:
-    """What became of one request; the lists have one entry a sampled token, the stop token included."""
+class SampledTokens:
+    """Tokens of one answer in the order they were drawn; the lists have one entry a token."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -78,6 +78,27 @@ class GenerationOutput:
     top_logprobs: list[list[tuple[int, float]]] = field(
         default_factory=list
     )  # per token, if asked: (id, log-prob), falling
+
+    def lists(self, start: int = 0, end: int | None = None) -> dict[str, list[Any]]:
+        """Tokens start to end (the last, if None), for the constructor of a part."""
+        return {f.name: getattr(self, f.name)[start:end] for f in fields(SampledTokens)}
+
+
+@dataclass(kw_only=True)
+class TextPiece(SampledTokens):
+    """Text of an answer that can no longer change, and the tokens that spell it.
+
+    The tokens of all pieces of an answer, joined, are a beginning of the whole; those that spell no text may be missing at the end.
+    """
+
+    text: str = ""
+    prompt_logprobs: list[float | None] | None = None  # of the whole prompt, if asked
+
+
+@dataclass(kw_only=True)
+class GenerationOutput(SampledTokens):
+    """What became of one request; the lists have one entry a sampled token, the stop token included."""
+
     prompt_logprobs: list[float | None] | None = None  # if asked: one a prompt token, None for the first
     finish_reason: FinishReason | None = None
     text: str = ""
@@ -94,7 +115,7 @@ class GenerationOutput:
 
 
 OnDone = Callable[[GenerationOutput], None]
-OnText = Callable[[str], None]
+OnText = Callable[[TextPiece], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,5 +126,5 @@ class Request:
     prompt_ids: tuple[int, ...]
     params: SamplingParams
     on_done: OnDone
-    on_text: OnText | None = None  # pieces of text that can no longer change
+    on_text: OnText | None = None
     deadline: float | None = None  # time.monotonic() after which the request is aborted

@@ -22,6 +22,10 @@ from upweight.tokenizer.parts import TokenizerParts
 from upweight.tokenizer.token_bytes import bytes_of, spelling_of
 from upweight.tokenizer.tool_calls import ToolStyle, style_of
 
+LONG_TEXT = (
+    20_000  # characters; encoded in the library's own threads, as a single `encode` holds the interpreter all the while
+)
+
 
 class Tokenizer:
     """The tokenizer and chat template of one model. Immutable, safe to use from several threads."""
@@ -55,6 +59,8 @@ class Tokenizer:
         """
         core = self._core if special else self._plain_core
         try:
+            if len(text) > LONG_TEXT:
+                return core.encode_batch_fast([text], add_special_tokens=False)[0].ids
             return core.encode(text, add_special_tokens=False).ids
         except TypeError:
             raise RequestError(_why_no_text(text)) from None

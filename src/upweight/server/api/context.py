@@ -74,14 +74,16 @@ async def job_of(job_id: str, parts: PartsOf, project: ProjectOf) -> Job:
 JobOf = Annotated[Job, Depends(job_of)]
 
 
-async def read_body(request: Request) -> bytes:
-    """The whole body. Raises Refusal 413 as soon as it is larger than `max_body_mb`."""
+async def read_body(request: Request, *, most_mb: int | None = None) -> bytes:
+    """The whole body. Raises Refusal 413 as soon as it is larger than `max_body_mb`, or than `most_mb` if that is less."""
     limit = parts_of(request).settings.max_body_mb
+    what = "send fewer samples per request" if most_mb is None else "send fewer prompts per request"
+    limit = limit if most_mb is None else min(limit, most_mb)
     chunks, size = [], 0
     async for chunk in request.stream():
         size += len(chunk)
         if size > limit * 1_000_000:
-            raise Refusal(413, f"the body is larger than {limit} MB; send fewer samples per request")
+            raise Refusal(413, f"the body is larger than {limit} MB; {what}")
         chunks.append(chunk)
     return b"".join(chunks)
 

@@ -9,7 +9,10 @@ from fastapi.responses import PlainTextResponse
 
 from upweight import __version__
 from upweight.server.api.context import PartsOf, ProjectOf
+from upweight.server.api.errors import RETRY_AFTER
 from upweight.server.api.model_names import job_for_model, served_jobs
+from upweight.server.ascii_json import AsciiJSON
+from upweight.server.store import jobs
 from upweight.server.store.jobs import Job
 
 # What can be asked of every model served here; a client can look before it relies on something.
@@ -22,9 +25,22 @@ router = APIRouter()
 
 
 @router.get("/healthz")
-@router.get("/health")
-async def health() -> dict[str, str]:
+async def alive() -> dict[str, str]:
+    """This process answers."""
     return {"status": "ok"}
+
+
+@router.get("/health")
+async def health(parts: PartsOf) -> AsciiJSON:
+    """503 while a model that was served cannot be asked: its engine ended, and the job's next worker is not there yet."""
+    unfinished = await parts.database.read(jobs.unfinished_jobs)
+    expected = [job for job in unfinished if job.inference_version is not None and job.job_status != "queued"]
+    gone = [job for job in expected if not parts.supervisor.serves(job.id)]
+    if not gone:
+        return AsciiJSON({"status": "ok", "engines": len(expected)})
+    detail = f"{len(gone)} of {len(expected)} engines ended and are being started again"
+    headers = {"Retry-After": RETRY_AFTER[503]}
+    return AsciiJSON({"status": "unavailable", "detail": detail}, 503, headers)
 
 
 @router.get("/readyz")
@@ -44,7 +60,7 @@ async def front() -> PlainTextResponse:
         "POST /v1/chat/completions, /v1/completions            ask a job's model (OpenAI)\n"
         "POST /v1/messages                                     ask a job's model (Anthropic)\n"
         "GET  /v1/models, /stats, /metrics                     what is served, and how\n"
-        "GET  /healthz, /readyz                                health\n\n"
+        "GET  /healthz, /readyz, /health                       health of the process, the store, the engines\n\n"
         "All routes but this one and health need the header 'Authorization: Bearer <key>'.\n"
     )
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 from collections.abc import AsyncIterator
 from typing import Any
 from urllib.parse import quote
@@ -18,12 +19,16 @@ from urllib.parse import quote
 import httpx
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import StreamingResponse
+from sqlalchemy.exc import OperationalError
+from starlette.types import Receive, Scope, Send
 
+from upweight.errors import StoreError
 from upweight.server.api.context import JobOf, Parts, PartsOf, ProjectOf, off_the_loop, parse_json, read_body
-from upweight.server.api.errors import both_forms, text_of
+from upweight.server.api.errors import RETRY_AFTER, both_forms, text_of
 from upweight.server.api.model_names import job_for_model
 from upweight.server.api.served import StreamReader, served_of
 from upweight.server.ascii_json import AsciiJSON
+from upweight.server.error_bodies import is_anthropic
 from upweight.server.reasons import reason_header
 from upweight.server.refusals import Refusal
 from upweight.server.store import completions
@@ -31,6 +36,8 @@ from upweight.server.store.jobs import Job, get_job
 
 PREFIX = "/v1alpha1/fine_tuning/jobs/{job_id}"
 MOST_ATTEMPTS = 5
+MOST_BODY_MB = 32  # a worker reads a body while its engine waits
+log = logging.getLogger(__name__)
 
 OF_JOB = PREFIX + "/inference/openai/v1"
 
@@ -39,7 +46,7 @@ router = APIRouter()
 
 @router.post(PREFIX + "/render")
 async def render(request: Request, job: JobOf, parts: PartsOf) -> Response:
-    return await _forward(request, job, parts, "POST", "/render", await read_body(request))
+    return await _forward(request, job, parts, "POST", "/render", await read_body(request, most_mb=MOST_BODY_MB))
 
 
 @router.get(OF_JOB + "/models")
@@ -72,7 +79,7 @@ async def complete_for_model(request: Request, parts: PartsOf, project: ProjectO
 
 
 async def _read(request: Request, parts: Parts) -> tuple[bytes, dict[str, Any]]:
-    body = await read_body(request)
+    body = await read_body(request, most_mb=MOST_BODY_MB)
     try:
         return body, await off_the_loop(parts, len(body), parse_json, body)
     except Refusal as refusal:
@@ -91,49 +98,58 @@ async def _forward(
     request: Request, job: Job, parts: Parts, method: str, path: str, body: bytes, asked: dict[str, Any] | None = None
 ) -> Response:
     upstream = await _ask(request, job, parts, method, path, body)
-    try:
-        content = await _until_gone(request, upstream.aread())
-    finally:
-        await upstream.aclose()
+    content = upstream.content
     if upstream.status_code >= 400:
-        return _error(request, upstream, content)
+        return _error(request, upstream)
     if asked is not None and not job.is_over:
         await _remember(parts, job, asked, await off_the_loop(parts, len(content), json.loads, content))
     return Response(content, upstream.status_code, media_type=upstream.headers.get("content-type"))
 
 
 async def _stream(request: Request, job: Job, parts: Parts, path: str, body: bytes, asked: dict[str, Any]) -> Response:
-    upstream = await _ask(request, job, parts, "POST", path, body)
+    upstream = await _ask(request, job, parts, "POST", path, body, stream=True)
     if upstream.status_code >= 400:
-        content = await upstream.aread()
-        await upstream.aclose()
-        return _error(request, upstream, content)
-    return StreamingResponse(
-        _pass_on(upstream, job, parts, asked), upstream.status_code, media_type=upstream.headers.get("content-type")
-    )
+        return _error(request, upstream)
+    return PassedOn(upstream, _pass_on(request, upstream, job, parts, asked))
 
 
-async def _pass_on(upstream: httpx.Response, job: Job, parts: Parts, asked: dict[str, Any]) -> AsyncIterator[bytes]:
-    """Chunks as they come; the last ones (which say the end) only after the completion was stored."""
-    reader, held = StreamReader(), b""
+class PassedOn(StreamingResponse):
+    """A stream of the worker, which ends with the response, also when a client that left lets it never begin."""
+
+    def __init__(self, upstream: httpx.Response, events: AsyncIterator[bytes]) -> None:
+        super().__init__(events, upstream.status_code, media_type=upstream.headers.get("content-type"))
+        self._upstream = upstream
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._upstream.aclose()
+
+
+async def _pass_on(
+    request: Request, upstream: httpx.Response, job: Job, parts: Parts, asked: dict[str, Any]
+) -> AsyncIterator[bytes]:
+    """Events as they come; the one that ends a choice only after that choice was stored."""
+    reader = StreamReader()
     try:
         async for chunk in upstream.aiter_raw():
-            reader.feed(chunk)
-            if b"[DONE]" in held + chunk:
-                held += chunk
-                continue
-            yield held + chunk
-            held = b""
-        if not job.is_over:
-            await _remember(parts, job, asked, reader.answer())
-        yield held
+            for event in reader.feed(chunk):
+                if (done := reader.take(event)) and not job.is_over:
+                    await _remember(parts, job, asked, {"choices": done})
+                yield event
+        yield reader.rest
     except httpx.TransportError as error:
-        message = {
-            "error": {"message": f"the worker broke off: {error}", "type": "server_error", "param": None, "code": None}
-        }
-        yield b"data: " + json.dumps(message).encode() + b"\n\n"
-    finally:
-        await upstream.aclose()
+        yield _error_event(request, f"the worker broke off: {error!r}; try again")
+    except (StoreError, OperationalError) as error:
+        log.error("store: %s", error)
+        yield _error_event(request, "the store cannot answer now, the end of this answer was not stored; try again")
+
+
+def _error_event(request: Request, message: str) -> bytes:
+    body = both_forms(request, 503, {"detail": message})
+    name = b"event: error\n" if is_anthropic(request.url.path) else b""
+    return name + b"data: " + json.dumps(body).encode() + b"\n\n"
 
 
 async def _remember(parts: Parts, job: Job, asked: dict[str, Any], answer: dict[str, Any]) -> None:
@@ -141,8 +157,10 @@ async def _remember(parts: Parts, job: Job, asked: dict[str, Any], answer: dict[
         await parts.database.write(lambda c: completions.remember(c, job.id, served))
 
 
-async def _ask(request: Request, job: Job, parts: Parts, method: str, path: str, body: bytes) -> httpx.Response:
-    """The worker's answer, its body not yet read. A worker that breaks off before answering is followed by the next one."""
+async def _ask(
+    request: Request, job: Job, parts: Parts, method: str, path: str, body: bytes, *, stream: bool = False
+) -> httpx.Response:
+    """The worker's answer, read but for a stream. A worker that breaks off before is followed by the next one."""
     broken: Exception | None = None
     for _ in range(MOST_ATTEMPTS):
         current = await parts.database.read(lambda c: get_job(c, job.id))
@@ -155,13 +173,24 @@ async def _ask(request: Request, job: Job, parts: Parts, method: str, path: str,
             timeout=httpx.Timeout(parts.settings.inference_timeout, connect=10.0),
         )
         try:
-            return await _until_gone(request, worker.client.send(call, stream=True))
+            return await _until_gone(request, _send(worker.client, call, stream=stream))
         except httpx.TimeoutException as error:
             raise Refusal(504, f"the worker did not answer within {parts.settings.inference_timeout:g} s") from error
         except (httpx.TransportError, RuntimeError) as error:  # RuntimeError: the client was closed under the call
             broken = error
             await asyncio.sleep(0.1)
     raise Refusal(503, f"the worker broke off {MOST_ATTEMPTS} times, last: {broken!r}; try again")
+
+
+async def _send(client: httpx.AsyncClient, call: httpx.Request, *, stream: bool) -> httpx.Response:
+    upstream = await client.send(call, stream=True)
+    if stream and upstream.status_code < 400:
+        return upstream
+    try:
+        await upstream.aread()
+    finally:
+        await upstream.aclose()
+    return upstream
 
 
 async def _until_gone(request: Request, work: Any) -> Any:
@@ -186,16 +215,16 @@ async def _disconnected(request: Request) -> None:
         continue
 
 
-def _error(request: Request, upstream: httpx.Response, content: bytes) -> Response:
+def _error(request: Request, upstream: httpx.Response) -> Response:
     """The worker's refusal, in both forms."""
     try:
-        told = json.loads(content)
+        told = json.loads(upstream.content)
     except ValueError:
         told = None
     if not isinstance(told, dict):
-        told = {"detail": content.decode(errors="replace")[:500] or upstream.reason_phrase}
+        told = {"detail": upstream.text[:500] or upstream.reason_phrase}
     body = both_forms(request, upstream.status_code, told)
     headers = reason_header(text_of(body["detail"]))
-    if "retry-after" in upstream.headers:
-        headers["Retry-After"] = upstream.headers["retry-after"]
+    if retry := upstream.headers.get("retry-after", RETRY_AFTER.get(upstream.status_code)):
+        headers["Retry-After"] = retry
     return AsciiJSON(body, upstream.status_code, headers)

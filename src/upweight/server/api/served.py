@@ -32,15 +32,16 @@ def _constrained(request: dict[str, Any]) -> bool:
 
 
 def served_of(request: dict[str, Any], answer: dict[str, Any]) -> list[Served]:
-    """One entry per choice whose prompt and output ids the answer tells; others cannot be joined and are left out."""
-    prompt = answer.get("prompt_token_ids")
-    if not _is_ids(prompt):
-        return []
+    """One entry per choice whose prompt and output ids the answer tells; others cannot be joined and are left out.
+
+    Prompt and version stand in the answer, or in a choice where they are its own.
+    """
     temperature, filtered, settings = sampling_of(request)
     found = []
     for choice in answer.get("choices", []):
+        prompt = choice.get("prompt_token_ids", answer.get("prompt_token_ids"))
         output, logprobs = _output_of(choice)
-        if not output:
+        if not output or not _is_ids(prompt):
             continue
         found.append(
             Served(
@@ -87,7 +88,7 @@ def _versions(answer: dict[str, Any], choice: dict[str, Any], count: int) -> byt
     per_token = choice.get("token_inference_versions")
     if _is_ids(per_token) and len(per_token) == count:
         return np.asarray(per_token, dtype="<i4").tobytes()
-    version = answer.get("inference_version")
+    version = choice.get("inference_version", answer.get("inference_version"))
     return np.full(count, version if isinstance(version, int) else -1, dtype="<i4").tobytes()
 
 
@@ -95,29 +96,44 @@ class StreamReader:
     """Puts the answer of a streamed completion together again from its server-sent events."""
 
     def __init__(self) -> None:
-        self._rest = b""
-        self._top: dict[str, Any] = {}
+        self.rest = b""  # the beginning of an event
         self._choices: dict[int, dict[str, Any]] = {}
 
-    def feed(self, chunk: bytes) -> None:
-        *lines, self._rest = (self._rest + chunk).split(b"\n")
-        for line in lines:
+    def feed(self, chunk: bytes) -> list[bytes]:
+        """The events that are complete now, each with the empty line at its end."""
+        *events, self.rest = (self.rest + chunk).split(b"\n\n")
+        return [event + b"\n\n" for event in events]
+
+    def take(self, event: bytes) -> list[dict[str, Any]]:
+        """The choices that are complete with this event, each told once."""
+        done = []
+        for line in event.split(b"\n"):
             data = line.removeprefix(b"data:").strip()
-            if line.startswith(b"data:") and data != b"[DONE]":
-                self._take(json.loads(data))
+            if data == b"[DONE]":
+                done += self.left()
+            elif line.startswith(b"data:"):
+                done += self._take(json.loads(data))
+        return done
 
-    def answer(self) -> dict[str, Any]:
-        return {**self._top, "choices": list(self._choices.values())}
+    def left(self) -> list[dict[str, Any]]:
+        """Choices that were not told as complete."""
+        choices, self._choices = list(self._choices.values()), {}
+        return choices
 
-    def _take(self, event: dict[str, Any]) -> None:
-        for name in ("prompt_token_ids", "inference_version"):
-            if event.get(name) is not None:
-                self._top.setdefault(name, event[name])
+    def _take(self, event: dict[str, Any]) -> list[dict[str, Any]]:
+        done = []
         for part in event.get("choices") or []:
-            whole = self._choices.setdefault(part.get("index", 0), {"logprobs": {}})
+            index = part.get("index", 0)
+            whole = self._choices.setdefault(index, {"logprobs": {}})
+            for name in ("prompt_token_ids", "inference_version"):  # of this chunk's choices
+                if event.get(name) is not None:
+                    whole.setdefault(name, event[name])
             for name in ("token_ids", "raw_logprobs", "token_inference_versions"):
-                if part.get(name):
+                if isinstance(part.get(name), list):
                     whole.setdefault(name, []).extend(part[name])
             for name, values in (part.get("logprobs") or {}).items():
                 if isinstance(values, list):
                     whole["logprobs"].setdefault(name, []).extend(values)
+            if part.get("finish_reason") is not None:
+                done.append(self._choices.pop(index))
+        return done

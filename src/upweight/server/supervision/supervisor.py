@@ -96,6 +96,11 @@ class Supervisor:
         runner = self._runners.get(job_id)
         return runner.worker if runner is not None else self._idle.get(job_id)
 
+    def serves(self, job_id: str) -> bool:
+        """Whether the job's model can be asked now."""
+        worker = self.gate(job_id).worker
+        return worker is not None and worker.alive
+
     async def serving(self, job: Job) -> WorkerProcess:
         """A worker that may answer the job's inference requests now. Waits for it; raises Refusal 409 or 503."""
         if job.job_status in ("failed", "cancelled"):

@@ -7,7 +7,7 @@ import secrets
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
-from upweight.inference.types import FinishReason, GenerationOutput
+from upweight.inference.types import FinishReason, GenerationOutput, TextPiece
 from upweight.server.error_bodies import anthropic_error_body
 from upweight.server.worker.asked import Asked
 from upweight.server.worker.running import Running
@@ -70,8 +70,8 @@ async def message_events(running: Running, message: Message) -> AsyncIterator[by
     yield _event("message_start", message=message.begun())
     stream, blocks = ContentStream(message.asked.tools), _Blocks()
     async for _, item in running.items():
-        if isinstance(item, str):
-            for event in blocks.text(stream.push(item)):
+        if isinstance(item, TextPiece):
+            for event in blocks.text(stream.push(item.text)):
                 yield event
         elif problem := running.failure(item):
             yield _event("error", **anthropic_error_body(*problem))

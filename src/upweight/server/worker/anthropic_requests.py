@@ -30,14 +30,15 @@ _SAMPLED = ("max_tokens", "temperature", "top_p", "top_k", "seed")
 def parse_messages(body: Body, serving: Serving) -> Asked:
     """`max_tokens` is required, as in the public API."""
     fields.only(body, _KNOWN, _INERT, _NEUTRAL)
-    if fields.whole(body, "max_tokens", None, 1, serving.max_context) is None:
+    if body.get("max_tokens") is None:
         raise RequestError(
             f"max_tokens is missing; it must be a whole number from 1 to {serving.max_context}", field="max_tokens"
         )
     tooling = read_tools(_tool_fields(body), serving)
     sampled: dict[str, Any] = {name: body.get(name) for name in _SAMPLED}
     fields.texts(body, "stop_sequences", 16)
-    params = sampling_params({**sampled, "stop": body.get("stop_sequences")}, serving)
+    prompt = serving.encode_chat(_chat(body), tooling.told)
+    params = sampling_params({**sampled, "stop": body.get("stop_sequences")}, serving, len(prompt), least_tokens=1)
     constraint = _output_format(body, serving)
     if constraint is not None:
         params = with_constraint(params, constraint, "output_config")
@@ -45,7 +46,6 @@ def parse_messages(body: Body, serving: Serving) -> Asked:
         if constraint is not None:
             raise RequestError("output_config and tool_choice demand two different answers", field="output_config")
         params = with_constraint(params, tooling.constraint, "tool_choice")
-    prompt = serving.tokenizer.encode_chat(_chat(body), tools=tooling.told or None, keep_calls=True)
     check_room([prompt], serving, "messages")
     return Asked(
         prompts=[prompt],
@@ -73,7 +73,7 @@ def count_tokens(body: Body, serving: Serving) -> int:
     """Tokens of the prompt that the same body would be answered from."""
     fields.only(body, _COUNTED, _INERT, _NEUTRAL)
     tooling = read_tools(_tool_fields(body), serving)
-    return len(serving.tokenizer.encode_chat(_chat(body), tools=tooling.told or None, keep_calls=True))
+    return len(serving.encode_chat(_chat(body), tooling.told))
 
 
 def _chat(body: Body) -> list[dict[str, Any]]:

@@ -24,7 +24,7 @@ from upweight.server.ascii_json import AsciiJSON
 from upweight.server.error_bodies import anthropic_error_body, error_body, is_anthropic
 from upweight.server.worker.anthropic_answers import Message, message_events
 from upweight.server.worker.anthropic_requests import count_tokens, parse_messages
-from upweight.server.worker.asked import Asked, Serving
+from upweight.server.worker.asked import Asked, Serving, longest_text
 from upweight.server.worker.core import OutOfOrder, WorkerCore
 from upweight.server.worker.fields import is_deeper
 from upweight.server.worker.openai_answers import CHAT, TEXT, OpenAIAnswers
@@ -48,6 +48,7 @@ def make_app(core: WorkerCore) -> Starlette:
     return Starlette(
         routes=[
             Route("/state", handlers.state),
+            Route("/health", handlers.health),
             Route("/stats", handlers.stats),
             Route("/train", handlers.train, methods=["POST"]),
             Route("/checkpoint", handlers.checkpoint, methods=["POST"]),
@@ -71,6 +72,11 @@ class Handlers:
     async def state(self, request: Request) -> Response:
         return _json(self.core.state().model_dump())
 
+    async def health(self, request: Request) -> Response:
+        """503 before the model is loaded and once the engine has ended."""
+        well = self.core.loaded and self.core.engine.alive
+        return AsciiJSON({"status": "ok" if well else "unavailable"}, 200 if well else 503)
+
     async def train(self, request: Request) -> Response:
         index = int(request.query_params["batch_index"])
         body = await request.body()
@@ -90,10 +96,10 @@ class Handlers:
         messages = body.get("messages")
         if not isinstance(messages, list):
             raise RequestError("messages must be a list", field="messages")
-        tokenizer = self.core.model.tokenizer
         prompt_follows = body.get("add_generation_prompt") is not False
-        text = tokenizer.render(messages, tools=body.get("tools"), add_generation_prompt=prompt_follows)
-        return _json({"token_ids": tokenizer.encode(text), "text": text})
+        render = self.serving.tokenizer.render
+        text = await asyncio.to_thread(render, messages, tools=body.get("tools"), add_generation_prompt=prompt_follows)
+        return _json({"token_ids": await asyncio.to_thread(self.serving.encode, text, "messages"), "text": text})
 
     async def stats(self, request: Request) -> Response:
         await self._ready()
@@ -161,10 +167,12 @@ class Handlers:
         core = self.core
         sampling = (core.spec.reinforcement or {}).get("sampling") or {}
         tokenizer, vocab_size = core.model.tokenizer, core.model.config.vocab_size
+        max_context = min(core.engine.max_context, core.engine.scheduler.capacity)
         return Serving(
             tokenizer=tokenizer,
             vocab_size=vocab_size,
-            max_context=min(core.engine.max_context, core.engine.scheduler.capacity),
+            max_context=max_context,
+            longest_text=longest_text(tokenizer, max_context),
             default_tokens=sampling.get("max_tokens") or DEFAULT_TOKENS,
             timeout=core.spec.request_timeout,
             grammars=Grammars(tokenizer, vocab_size),

@@ -7,10 +7,10 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from upweight.inference.types import FinishReason, GenerationOutput
+from upweight.inference.types import FinishReason, GenerationOutput, SampledTokens
 from upweight.server.worker.asked import Asked, ToolUse
 from upweight.server.worker.spoken import new_call_id, spoken
-from upweight.server.worker.token_names import TokenNames, chat_logprobs, prompt_text, text_logprobs
+from upweight.server.worker.token_names import ChatLogprobs, TextLogprobs, TokenNames, prompt_text
 from upweight.tokenizer import Tokenizer
 from upweight.tokenizer.tool_calls import ToolCall
 
@@ -30,11 +30,12 @@ class OpenAIAnswers:
 
     def whole(self, outputs: Sequence[GenerationOutput]) -> dict[str, Any]:
         """The body of an answer that is not streamed."""
+        version = first_version(outputs)
         body: dict[str, Any] = {
             **self.base,
-            "choices": [self._choice(index, output) for index, output in enumerate(outputs)],
+            "choices": [self._choice(index, output, version) for index, output in enumerate(outputs)],
             "usage": usage(self.asked, outputs),
-            "inference_version": first_version(outputs),
+            "inference_version": version,
         }
         if self.asked.token_ids:
             body["prompt_token_ids"] = self.asked.prompts[0]
@@ -54,41 +55,52 @@ class OpenAIAnswers:
             told["prompt_logprobs"] = output.prompt_logprobs
         return told
 
-    def details(self, index: int, output: GenerationOutput, calls: bool) -> dict[str, Any]:
-        """A choice without its text."""
-        entry: dict[str, Any] = {
-            "index": index,
-            "finish_reason": finish_reason(output, calls),
-            "logprobs": self._logprobs(index, output),
-            "token_ids": output.token_ids,
-            "raw_logprobs": output.raw_logprobs,
-            "seed": output.seed,
-        }
-        if len(set(output.token_versions)) > 1:
-            entry["token_inference_versions"] = output.token_versions
-        return entry
+    def logprobs(self, index: int) -> ChatLogprobs | TextLogprobs | None:
+        """What tells the log-probs of choice `index`, whole or part by part; None if they were not asked for."""
+        if not self.asked.logprobs:
+            return None
+        if self.chat:
+            return ChatLogprobs(self._names)
+        alternatives = self.asked.params[index].top_logprobs > 0
+        return TextLogprobs(self._names, self.tokenizer, alternatives=alternatives, text_before=self.echoed(index))
 
     def echoed(self, index: int) -> str:
         """What stands before the answer's text."""
         return prompt_text(self.tokenizer, self.asked.prompt_of(index)) if self.asked.echo else ""
 
-    def _choice(self, index: int, output: GenerationOutput) -> dict[str, Any]:
+    def _choice(self, index: int, output: GenerationOutput, version: int | None) -> dict[str, Any]:
+        told = {"index": index, **told_of_tokens(output, self._logprobs(index, output))}
         if not self.chat:
-            return {**self.details(index, output, False), "text": self.echoed(index) + output.text}
+            return {**told, **told_at_end(output, False, version), "text": self.echoed(index) + output.text}
         found = spoken(self.tokenizer, self.asked.tools, output)
         message: dict[str, Any] = {"role": "assistant", "content": found.content}
         if found.calls and self.asked.tools is not None:
             message["content"] = found.content or None
             message["tool_calls"] = [called(call, self.asked.tools) for call in found.calls]
-        return {**self.details(index, output, bool(found.calls)), "message": message}
+        return {**told, **told_at_end(output, bool(found.calls), version), "message": message}
 
     def _logprobs(self, index: int, output: GenerationOutput) -> dict[str, Any] | None:
-        if not self.asked.logprobs:
+        teller = self.logprobs(index)
+        if teller is None:
             return None
-        if self.chat:
-            return chat_logprobs(self._names, output)
-        found: dict[str, Any] = text_logprobs(self._names, self.tokenizer, self.asked, index, output)
-        return found
+        told = teller.of(output)
+        if self.asked.echo and isinstance(teller, TextLogprobs):
+            prompt = teller.of_prompt(self.asked.prompt_of(index), output.prompt_logprobs)
+            return {name: None if told[name] is None else [*prompt[name], *told[name]] for name in told}
+        return told
+
+
+def told_of_tokens(tokens: SampledTokens, logprobs: dict[str, Any] | None) -> dict[str, Any]:
+    """What a choice, or a part of it, says about its tokens."""
+    return {"token_ids": tokens.token_ids, "raw_logprobs": tokens.raw_logprobs, "logprobs": logprobs}
+
+
+def told_at_end(output: GenerationOutput, calls: bool, version: int | None) -> dict[str, Any]:
+    """What a choice says once. `version`: that of the answer; tokens of other versions make the choice list them all."""
+    entry: dict[str, Any] = {"finish_reason": finish_reason(output, calls), "seed": output.seed}
+    if set(output.token_versions) - {version}:
+        entry["token_inference_versions"] = output.token_versions
+    return entry
 
 
 def called(call: ToolCall, tools: ToolUse) -> dict[str, Any]:

@@ -45,12 +45,12 @@ def parse_chat(body: Body, serving: Serving) -> Asked:
         raise RequestError(f"top_logprobs is {alternatives}, which needs logprobs true", field="top_logprobs")
     limit = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
     tooling = read_tools(body, serving)
-    params = _params(body, serving, limit, alternatives)
+    prompt = serving.encode_chat(messages, tooling.told)
+    params = _params(body, serving, len(prompt), limit, alternatives)
     if tooling.constraint is not None:
         if params.constraint is not None:
             raise RequestError("response_format and tool_choice demand two different answers", field="response_format")
         params = with_constraint(params, tooling.constraint, "tool_choice")
-    prompt = serving.tokenizer.encode_chat(messages, tools=tooling.told or None, keep_calls=True)
     return _asked(body, serving, [prompt], params, logprobs=logprobs, tools=tooling.use)
 
 
@@ -59,7 +59,7 @@ def parse_text(body: Body, serving: Serving) -> Asked:
     prompts = _prompts(body.get("prompt"), serving)
     logprobs, alternatives = _text_logprobs(body)
     echo = fields.flag(body, "echo")
-    params = _params(body, serving, "max_tokens", alternatives)
+    params = _params(body, serving, max(map(len, prompts)), "max_tokens", alternatives)
     if echo and alternatives:
         raise refuse("logprobs", alternatives, "0 with echo: alternatives of a prompt's tokens are not offered")
     if echo and logprobs:
@@ -71,8 +71,8 @@ def parse_text(body: Body, serving: Serving) -> Asked:
     return asked
 
 
-def _params(body: Body, serving: Serving, limit: str, alternatives: int) -> SamplingParams:
-    params = sampling_params(body, serving, max_tokens_field=limit)
+def _params(body: Body, serving: Serving, prompt_len: int, limit: str, alternatives: int) -> SamplingParams:
+    params = sampling_params(body, serving, prompt_len, max_tokens_field=limit)
     params = dataclasses.replace(
         params, top_logprobs=alternatives, prompt_logprobs=fields.flag(body, "prompt_logprobs")
     )
@@ -94,11 +94,11 @@ def _text_logprobs(body: Body) -> tuple[bool, int]:
 
 def _prompts(prompt: Any, serving: Serving) -> list[list[int]]:
     if isinstance(prompt, str):
-        found = [_encoded(prompt, serving)]
+        found = [serving.encode(prompt, "prompt")]
     elif isinstance(prompt, list) and prompt and fields.are_ids(prompt):
         found = [prompt]
     elif isinstance(prompt, list) and prompt and all(isinstance(p, str) for p in prompt):
-        found = [_encoded(p, serving) for p in prompt]
+        found = [serving.encode(p, "prompt") for p in prompt]
     elif isinstance(prompt, list) and prompt and all(fields.are_ids(p) for p in prompt):
         found = prompt
     else:
@@ -114,13 +114,6 @@ def _prompts(prompt: Any, serving: Serving) -> list[list[int]]:
     return found
 
 
-def _encoded(text: str, serving: Serving) -> list[int]:
-    try:
-        return serving.tokenizer.encode(text)
-    except RequestError as error:
-        raise RequestError(f"prompt: {error}", field="prompt") from None
-
-
 def _asked(body: Body, serving: Serving, prompts: list[list[int]], params: SamplingParams, **more: Any) -> Asked:
     n = fields.whole(body, "n", 1, 1, MOST_CHOICES)
     check_room(prompts, serving, "messages" if "messages" in body else "prompt", answered=params.max_tokens != 0)
@@ -131,11 +124,16 @@ def _asked(body: Body, serving: Serving, prompts: list[list[int]], params: Sampl
         token_ids=fields.flag(body, "return_token_ids"),
         token_id_names=fields.flag(body, "return_token_ids"),
         stream=fields.flag(body, "stream"),
-        usage_in_stream=bool(fields.object_of(body, "stream_options").get("include_usage")),
+        usage_in_stream=_usage_in_stream(body),
         prompt_logprobs=fields.flag(body, "prompt_logprobs"),
         timeout=read_timeout(body, serving),
         **more,
     )
+
+
+def _usage_in_stream(body: Body) -> bool:
+    name = "stream_options.include_usage"
+    return fields.flag({name: fields.object_of(body, "stream_options").get("include_usage")}, name)
 
 
 def read_timeout(body: Body, serving: Serving) -> float | None:

@@ -9,10 +9,10 @@ from typing import Any
 
 from upweight.inference.constraints import GrammarError
 from upweight.inference.engine import Engine
-from upweight.inference.types import FinishReason, GenerationOutput
+from upweight.inference.types import FinishReason, GenerationOutput, TextPiece
 from upweight.server.worker.asked import Asked
 
-Item = tuple[int, str | GenerationOutput]
+Item = tuple[int, TextPiece | GenerationOutput]
 
 
 class Running:

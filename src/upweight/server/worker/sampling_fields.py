@@ -24,11 +24,11 @@ SAMPLING_FIELDS = {
 }  # fmt: skip
 
 
-def sampling_params(body: Body, serving: Serving, *, max_tokens_field: str = "max_tokens") -> SamplingParams:
-    """What all choices share; the seed is that of the first."""
-    max_tokens = fields.whole(body, max_tokens_field, None, 0, serving.max_context)
-    if max_tokens is None:
-        max_tokens = min(serving.default_tokens, serving.max_context)
+def sampling_params(
+    body: Body, serving: Serving, prompt_len: int, *, max_tokens_field: str = "max_tokens", least_tokens: int = 0
+) -> SamplingParams:
+    """What all choices share; the seed is that of the first. `prompt_len`: tokens of the longest prompt."""
+    max_tokens = _max_tokens(body, serving, prompt_len, max_tokens_field, least_tokens)
     min_tokens = fields.whole(body, "min_tokens", 0, 0, serving.max_context)
     if min_tokens > max_tokens:
         raise refuse("min_tokens", min_tokens, f"at most {max_tokens_field}, which is {max_tokens}")
@@ -65,6 +65,17 @@ def one_a_choice(params: SamplingParams, choices: int) -> list[SamplingParams]:
     if params.seed is None:
         return [params] * choices
     return [dataclasses.replace(params, seed=(params.seed + i) & (2**64 - 1)) for i in range(choices)]
+
+
+def _max_tokens(body: Body, serving: Serving, prompt_len: int, field: str, least: int) -> int:
+    try:
+        value: int | None = fields.whole(body, field, None, least, serving.max_context)
+    except RequestError as error:
+        fit = max(0, serving.max_context - prompt_len)
+        raise RequestError(
+            f"{error}, the context; beside the prompt's {prompt_len} tokens {fit} fit", field=field
+        ) from None
+    return min(serving.default_tokens, serving.max_context) if value is None else value
 
 
 def _temperature(body: Body) -> float:

@@ -30,20 +30,20 @@ class ContentStream:
     def __init__(self, tools: ToolUse | None) -> None:
         self._tools = tools
         self._text = ""
-        self._sent = 0
+        self.sent = 0  # characters of content that went out
 
     def push(self, piece: str) -> str:
         """The content that is certain now."""
         self._text += piece
         end = len(self._text) if self._tools is None else settled(self._text, self._tools.style)
-        fresh = self._text[self._sent : end]
-        self._sent = max(self._sent, end)
+        fresh = self._text[self.sent : end]
+        self.sent = max(self.sent, end)
         return fresh
 
     def finish(self, tokenizer: Tokenizer, output: GenerationOutput) -> Spoken:
         """The rest of the content, and the calls."""
         found = spoken(tokenizer, self._tools, output)
-        sent = self._text[: self._sent]
+        sent = self._text[: self.sent]
         if not found.content.startswith(sent):  # a call behind something that was taken for content
             found = Spoken(output.text)
         return Spoken(found.content[len(sent) :], found.calls)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from upweight.inference.types import GenerationOutput
-from upweight.server.worker.asked import Asked
+from upweight.inference.types import SampledTokens
 from upweight.tokenizer import TextStream, Tokenizer
 
 LEAST_LOGPROB = -9999.0  # below it a token could not have been drawn: it is no alternative
@@ -29,31 +28,48 @@ class TokenNames:
         return {"token": self.name(token_id), "logprob": logprob, "bytes": spelled}
 
 
-def chat_logprobs(names: TokenNames, output: GenerationOutput) -> dict[str, Any]:
-    """`choices[i].logprobs` of a chat answer: one entry a token drawn, the stop token included."""
-    content = []
-    for index, (token, logprob) in enumerate(zip(output.token_ids, output.logprobs, strict=True)):
-        others = possible(output.top_logprobs[index]) if output.top_logprobs else []
-        entry = names.entry(token, logprob)
-        content.append({**entry, "top_logprobs": [names.entry(other, value) for other, value in others]})
-    return {"content": content, "refusal": None}
+class ChatLogprobs:
+    """`choices[i].logprobs` of a chat answer, whole or part by part: one entry a token drawn, the stop token included."""
+
+    def __init__(self, names: TokenNames) -> None:
+        self._names = names
+
+    def of(self, tokens: SampledTokens) -> dict[str, Any]:
+        entry = self._names.entry
+        content = []
+        for index, (token, logprob) in enumerate(zip(tokens.token_ids, tokens.logprobs, strict=True)):
+            others = possible(tokens.top_logprobs[index]) if tokens.top_logprobs else []
+            content.append({**entry(token, logprob), "top_logprobs": [entry(*other) for other in others]})
+        return {"content": content, "refusal": None}
 
 
-def text_logprobs(names: TokenNames, tokenizer: Tokenizer, asked: Asked, choice: int, output: GenerationOutput) -> Any:
-    """`choices[i].logprobs` of a text answer, with `echo` those of the prompt before it."""
-    prompt = asked.prompt_of(choice) if asked.echo else []
-    before: Sequence[float | None] = (output.prompt_logprobs or [None] * len(prompt)) if asked.echo else []
-    text = prompt_text(tokenizer, prompt)
-    offsets = [
-        *_offsets(tokenizer, prompt, 0, skip=False),
-        *_offsets(tokenizer, output.token_ids, len(text), skip=True),
-    ]
-    return {
-        "tokens": [names.name(token) for token in [*prompt, *output.token_ids]],
-        "token_logprobs": [*before, *output.logprobs],
-        "top_logprobs": _alternatives(names, asked, choice, output),
-        "text_offset": offsets,
-    }
+class TextLogprobs:
+    """`choices[i].logprobs` of a text answer, whole or part by part; with `echo` the prompt's come first."""
+
+    def __init__(self, names: TokenNames, tokenizer: Tokenizer, *, alternatives: bool, text_before: str) -> None:
+        self._names = names
+        self._tokenizer = tokenizer
+        self._alternatives = alternatives
+        self._stream = TextStream(tokenizer)
+        self._at = len(text_before)
+
+    def of(self, tokens: SampledTokens) -> dict[str, Any]:
+        offsets, self._at = _offsets(self._stream, tokens.token_ids, self._at)
+        return {
+            "tokens": [self._names.name(token) for token in tokens.token_ids],
+            "token_logprobs": tokens.logprobs,
+            "top_logprobs": _alternatives(self._names, tokens) if self._alternatives else None,
+            "text_offset": offsets,
+        }
+
+    def of_prompt(self, prompt: Sequence[int], logprobs: Sequence[float | None] | None) -> dict[str, Any]:
+        offsets, _ = _offsets(TextStream(self._tokenizer, skip_special_tokens=False), prompt, 0)
+        return {
+            "tokens": [self._names.name(token) for token in prompt],
+            "token_logprobs": list(logprobs or [None] * len(prompt)),
+            "top_logprobs": None,
+            "text_offset": offsets,
+        }
 
 
 def possible(alternatives: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
@@ -66,11 +82,9 @@ def prompt_text(tokenizer: Tokenizer, prompt: Sequence[int]) -> str:
     return tokenizer.decode(prompt, skip_special_tokens=False)
 
 
-def _alternatives(names: TokenNames, asked: Asked, choice: int, output: GenerationOutput) -> Any:
-    if not asked.params[choice].top_logprobs:
-        return None
+def _alternatives(names: TokenNames, tokens: SampledTokens) -> list[dict[str, float]]:
     told = []
-    for token, logprob, others in zip(output.token_ids, output.logprobs, output.top_logprobs, strict=True):
+    for token, logprob, others in zip(tokens.token_ids, tokens.logprobs, tokens.top_logprobs, strict=True):
         table: dict[str, float] = {}
         for other, value in [*possible(others), (token, logprob)]:  # the drawn token is always among them
             table.setdefault(names.name(other), value)
@@ -78,9 +92,10 @@ def _alternatives(names: TokenNames, asked: Asked, choice: int, output: Generati
     return told
 
 
-def _offsets(tokenizer: Tokenizer, ids: Sequence[int], start: int, *, skip: bool) -> list[int]:
-    stream, offsets = TextStream(tokenizer, skip_special_tokens=skip), []
+def _offsets(stream: TextStream, ids: Sequence[int], start: int) -> tuple[list[int], int]:
+    """Where each token's text begins, and where the next one's will."""
+    offsets = []
     for token in ids:
         offsets.append(start)
         start += len(stream.push(token))
-    return offsets
+    return offsets, start
