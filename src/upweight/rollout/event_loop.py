@@ -37,11 +37,17 @@ class EventLoopPool:
         self._running: dict[int, asyncio.Task[None] | None] = {}
         self._began: dict[int, float] = {}
         self._arrived: list[tuple[int, Task[Any]]] = []
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run_loop, name="rollout-loop", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None
+
+    def _ensure_loop(self) -> None:
+        """Made by the first attempt: a run that ends before it has nothing to close."""
+        if self._thread is None:
+            self._loop = asyncio.new_event_loop()
+            self._thread = threading.Thread(target=self._run_loop, name="rollout-loop", daemon=True)
+            self._thread.start()
 
     def submit(self, attempt_id: int, task: Task[Any]) -> None:
+        self._ensure_loop()
         with self._lock:
             self._running[attempt_id] = None
             self._arrived.append((attempt_id, task))
@@ -66,7 +72,8 @@ class EventLoopPool:
         """Where each running attempt waits, by its number."""
         with self._lock:
             running = dict(self._running)
-        now = sys._current_frames().get(self._thread.ident or 0)
+        ident = self._thread.ident if self._thread is not None else None
+        now = sys._current_frames().get(ident or 0)
         return {n: _stack_of(work.get_coro(), now) for n, work in running.items() if work is not None}
 
     def close(self, timeout: float) -> None:
@@ -74,7 +81,7 @@ class EventLoopPool:
         with self._lock:
             self._running.clear()
             self._began.clear()
-        if self._thread.is_alive():
+        if self._thread is not None and self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._end)
             self._thread.join(timeout)
 

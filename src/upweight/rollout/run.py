@@ -38,8 +38,9 @@ from upweight.rollout.models import JobStatusUpdate, RolloutException, RolloutRe
 from upweight.rollout.progress import in_words
 from upweight.rollout.setup import effective_batches, find_position, make_scheduler, upload_plan
 from upweight.rollout.spool import Spool
+from upweight.rollout.startup import Stopped
 from upweight.rollout.summary import RunProgress, RunSummary
-from upweight.rollout.tracker import JobStatusTracker, wait_until_ready
+from upweight.rollout.tracker import JobStatusTracker, end_of_job, wait_until_ready
 from upweight.rollout.uploader import Resumed, Uploader, send_spooled
 from upweight.rollout.waiting import what_is_awaited
 from upweight.rollout.waits import WaitWatch
@@ -109,14 +110,19 @@ class Run:
                 self._config.job_init_timeout,
                 self._config.status_polling_interval,
                 self._stopping,
+                self._is_full,
             )
-            if status is None:
+            if status is None or self._stopping.is_set():
                 return self._summary("stopped")
             self._num_batches = effective_batches(self._config, status)
             self._filled = status.filled_batches
             if self._num_batches is not None and status.filled_batches >= self._num_batches:
                 return self._summary("all batches were filled already")
+            if end_of_job(self._config.job_id, status) is not None:
+                return self._summary("the job succeeded")
             return self._feed(status)
+        except Stopped:
+            return self._summary("stopped")
         except (APIError, httpx.HTTPError, UploadFailed):
             if self._stopping.is_set():  # the stop cut a call short
                 return self._summary("stopped")
@@ -125,6 +131,10 @@ class Run:
             self._context.close()
             self._group_log.close()
             self._spool.close()
+
+    def _is_full(self, status: JobStatus) -> bool:
+        needed = [n for n in (self._config.num_batches, status.total_batches) if n is not None]
+        return bool(needed) and status.filled_batches >= min(needed)
 
     def _feed(self, status: JobStatus) -> RunSummary:
         self._spool = spool = Spool(self._config.spool_dir, self._config.job_id)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from queue import Queue
 from typing import Any
 
@@ -22,6 +23,7 @@ from upweight.rollout import waits
 from upweight.rollout.exceptions import JobInitializationTimeout, JobNotServing, JobUnavailable
 from upweight.rollout.messages import Broken, JobEnded
 from upweight.rollout.models import JobStatusUpdate
+from upweight.rollout.startup import Stopped, call_in_time
 
 logger = logging.getLogger(__name__)
 
@@ -33,13 +35,28 @@ def is_refusal(error: Exception) -> bool:
     return isinstance(error, BadRequestError) and not is_retryable(error)
 
 
+def end_of_job(job_id: str, status: JobStatus) -> JobEnded | None:
+    """The terminal state that a status tells, with the job's own error; None if the job goes on or tells no state."""
+    extra = status.model_extra or {}
+    state = extra.get("job_status")
+    if state in ("failed", "cancelled"):
+        return JobEnded(JobUnavailable(f"Job {job_id} {state}: {extra.get('error')}"))
+    return JobEnded(None) if state == "succeeded" else None
+
+
 def wait_until_ready(
-    api_client: TokenFactory, job_id: str, timeout: float | None, poll_interval: float, stopping: threading.Event
+    api_client: TokenFactory,
+    job_id: str,
+    timeout: float | None,
+    poll_interval: float,
+    stopping: threading.Event,
+    is_full: Callable[[JobStatus], bool] = lambda status: False,
 ) -> JobStatus | None:
-    """Poll until the status tells a version; None if `stopping` was set.
+    """Poll until the status tells a version, or that nothing is left to do; None if `stopping` was set.
 
     Raises:
         JobInitializationTimeout: after `timeout` s (0 = one try), or at once when the server refuses.
+        JobUnavailable: the job failed or was cancelled.
     """
     began = time.monotonic()
     deadline = None if timeout is None else began + timeout
@@ -47,11 +64,22 @@ def wait_until_ready(
     warned = began
     while not stopping.is_set():
         try:
-            with call_limits(deadline=deadline if timeout else None, cancelled=stopping, one_try=timeout == 0):
-                status = api_client.v1alpha1.fine_tuning.jobs.get_runtime_status(job_id=job_id)
-            if status.inference_version is not None:
+            status = call_in_time(
+                lambda: api_client.v1alpha1.fine_tuning.jobs.get_runtime_status(job_id=job_id),
+                deadline=deadline if timeout else None,
+                stopping=stopping,
+                one_try=timeout == 0,
+            )
+            ended = end_of_job(job_id, status)
+            if ended is not None and ended.error is not None:
+                raise ended.error
+            if ended is not None or status.inference_version is not None or is_full(status):
                 return status
             last_error = JobNotServing("inference_version is still null")
+        except Stopped:
+            return None
+        except TimeoutError as error:
+            last_error = last_error or error
         except (APIError, httpx.HTTPError) as error:
             last_error = error
         if is_refusal(last_error) or (deadline is not None and time.monotonic() >= deadline):
@@ -130,12 +158,7 @@ class JobStatusTracker(threading.Thread):
         return False
 
     def _note_state(self, status: JobStatus) -> bool:
-        extra = status.model_extra or {}
-        state = extra.get("job_status")
-        if state in ("failed", "cancelled"):
-            self._output.put(JobEnded(JobUnavailable(f"Job {self._job_id} {state}: {extra.get('error')}")))
-        elif state == "succeeded":
-            self._output.put(JobEnded(None))
-        else:
-            return True
-        return False
+        ended = end_of_job(self._job_id, status)
+        if ended is not None:
+            self._output.put(ended)
+        return ended is None
