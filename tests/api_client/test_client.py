@@ -159,6 +159,7 @@ def test_waits_grow_with_jitter_and_follow_the_server_up_to_a_minute():
     assert 28 <= waited({"Retry-After": later}) <= 37
     assert waited({"Retry-After": "Wed, 21 Oct 2015 07:28:00 GMT"}) == 0
     assert 0.8 <= waited({"Retry-After": "soon"}) <= 1.2
+    assert 0.8 <= waited({"Retry-After": "nan"}) <= 1.2
     for attempt, wait in enumerate([1, 2, 4, 8, 10, 10], 1):
         waits = [waited({}, attempt) for _ in range(200)]
         assert 0.8 * wait <= min(waits) < 0.9 * wait < 1.1 * wait < max(waits) <= 1.2 * wait

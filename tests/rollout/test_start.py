@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import socket
+import subprocess
+import sys
+import textwrap
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
-from upweight.rollout import JobInitializationTimeout, JobUnavailable
+from tests.fakes import Fault
+from upweight.api_client import TokenFactory
+from upweight.rollout import JobInitializationTimeout, JobUnavailable, RolloutRunner
 
 from . import helpers
 
@@ -45,3 +54,140 @@ def test_an_early_end_leaves_no_event_loop_behind(server: Any, make_runner: Any,
     with contextlib.suppress(JobInitializationTimeout):
         make_runner(helpers.async_rollout, **settings).run()
     assert [t.name for t in set(threading.enumerate()) - before if t.name == "rollout-loop"] == []
+
+
+# -- limits on the wall clock
+
+
+@pytest.mark.parametrize("timeout", [1, 6])
+def test_a_client_with_long_time_outs_does_not_extend_the_start(server: Any, timeout: int) -> None:
+    """Failure W6: one call is cut off too, also a call that began with much time left."""
+    server.faults.append(Fault("/status", delay=timeout + 3, times=9))
+    with TokenFactory(server.url, "k", httpx_client_factory=lambda: httpx.Client(timeout=60)) as api:
+        runner = RolloutRunner(api, helpers.config(job_init_timeout=timeout), helpers.rollout, helpers.Counting())
+        began = time.monotonic()
+        with pytest.raises(JobInitializationTimeout):
+            runner.run()
+    assert time.monotonic() - began < timeout + 1
+
+
+def drip(listener: socket.socket, done: threading.Event) -> None:
+    connection, _ = listener.accept()
+    with connection:
+        connection.recv(9999)
+        connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n")
+        while not done.wait(0.1):
+            connection.sendall(b" ")
+
+
+def test_a_server_that_drips_its_answer_does_not_extend_the_start() -> None:
+    """Failure W6: no read ever times out, the call still ends."""
+    done = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=drip, args=(listener, done), daemon=True)
+        thread.start()
+        began = time.monotonic()
+        with TokenFactory(f"http://127.0.0.1:{listener.getsockname()[1]}", "k") as api:
+            runner = RolloutRunner(api, helpers.config(job_init_timeout=1), helpers.rollout, helpers.Counting())
+            with pytest.raises(JobInitializationTimeout):
+                runner.run()
+            took = time.monotonic() - began
+            done.set()
+            thread.join()
+    assert took < 2
+
+
+def test_a_stop_during_the_start_acts_at_once_and_opens_no_batch(server: Any, make_runner: Any) -> None:
+    server.faults.append(Fault("/status", delay=4, times=9))
+    runner = make_runner(job_init_timeout=None)
+    threading.Timer(0.3, runner.stop).start()
+    began = time.monotonic()
+    assert runner.run().reason == "stopped"
+    assert time.monotonic() - began < 1.3
+    assert server.batches == {}
+
+
+# -- the clock of `no_progress_timeout`
+
+
+def test_waiting_for_the_job_is_no_lack_of_progress(server: Any, make_runner: Any) -> None:
+    """Failure H1: the limit begins when rollouts can start."""
+    server.version = None
+    threading.Timer(1.0, lambda: setattr(server, "version", 0)).start()
+    assert make_runner(no_progress_timeout=0.7).run().batches_filled == 3
+
+
+def test_an_evaluation_is_no_lack_of_progress(server: Any, api: Any) -> None:
+    def slow(task: int, context: Any) -> dict[str, float]:
+        time.sleep(1.0)
+        return {"score": 1.0}
+
+    config = helpers.config(num_batches=1, no_progress_timeout=0.6)
+    runner = RolloutRunner(api, config, helpers.rollout, helpers.Counting(), eval_dataset=[1], eval_fn=slow)
+    assert runner.run().evaluations == {0: {"score": 1.0}, 1: {"score": 1.0}}
+
+
+def test_the_wait_for_the_last_version_is_named_and_no_lack_of_progress(server: Any, api: Any) -> None:
+    server.trains = False
+    config = helpers.config(num_batches=1, no_progress_timeout=0.5)
+    evaluation = {"eval_dataset": [1], "eval_fn": lambda task, context: {"score": 1.0}}
+    runner = RolloutRunner(api, config, helpers.rollout, helpers.Counting(), **evaluation)
+    seen: list[str] = []
+
+    def publish() -> None:
+        progress = runner.progress()
+        seen.append(str(progress and progress.waiting_for))
+        server.version = 1
+
+    threading.Timer(1.5, publish).start()
+    assert runner.run().evaluations == {0: {"score": 1.0}, 1: {"score": 1.0}}
+    assert seen == ["version 1, the last one, to evaluate it"]
+
+
+# -- the end
+
+
+def test_the_end_takes_one_shutdown_timeout_in_all(server: Any, make_runner: Any) -> None:
+    """Failure W3: sending the rest and ending the threads share it."""
+    server.faults.append(Fault("/samples", delay=4, times=9))
+    runner = make_runner(shutdown_timeout=1.0)
+    stopped: list[float] = []
+    threading.Timer(0.5, lambda: (stopped.append(time.monotonic()), runner.stop())).start()
+    assert runner.run().unsent_samples > 0
+    assert time.monotonic() - stopped[0] < 2.0
+
+
+GROUP = textwrap.dedent("""
+    import os, signal, sys, threading
+    from tests.rollout import helpers
+    from upweight.api_client import TokenFactory
+    from upweight.rollout import RolloutRunner
+
+    def watch():
+        while runner.progress() is None or runner.progress().counts.accepted < 200:
+            threading.Event().wait(0.05)
+        os.killpg(os.getpgrp(), signal.SIGTERM)
+
+    if __name__ == "__main__":
+        settings = {"executor_type": "process", "max_concurrency": 2, "max_pool_restarts": 0, "num_batches": None}
+        api = TokenFactory(sys.argv[1], "k")
+        config = helpers.config(raise_on_rollout_failure=True, **settings)
+        runner = RolloutRunner(api, config, helpers.slow_rollout, helpers.Counting())
+        threading.Thread(target=watch, daemon=True).start()
+        print(runner.run().reason)
+""")
+
+
+def test_a_sigterm_to_the_whole_group_stops_the_run(server: Any, tmp_path: Path) -> None:
+    """Worker processes leave the signal to their parent."""
+    script = tmp_path / "group.py"
+    script.write_text(GROUP)
+    done = subprocess.run(
+        [sys.executable, str(script), server.url],
+        capture_output=True,
+        text=True,
+        timeout=40,
+        start_new_session=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    assert (done.stdout, done.returncode) == ("stopped by SIGTERM\n", 0), done.stderr

@@ -112,7 +112,7 @@ class TokenFactory:
         is_inference = _INFERENCE_MARK in url
 
         def attempt() -> httpx.Response:
-            timeout = limited_timeout()
+            timeout = limited_timeout(client.timeout)
             limits = {} if timeout is None or is_inference else {"timeout": timeout}
             response = client.request(method, url, headers=headers, **{**kw, **limits})
             raise_for_status(response)

@@ -7,6 +7,7 @@ Invariants
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 import time
@@ -25,7 +26,6 @@ from upweight.api_client.exceptions import APIError, BadRequestError, InternalSe
 RETRIED_CLIENT_ERRORS = frozenset({408, 425, 429})
 MAX_RETRY_AFTER_S = 60.0
 JITTER = 0.2
-DEFAULT_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -69,10 +69,14 @@ def call_limits(
         _limits.reset(token)
 
 
-def limited_timeout() -> float | None:
-    """The time-out in seconds that the current limits impose on one attempt; None when they impose none."""
+def limited_timeout(own: httpx.Timeout) -> httpx.Timeout | None:
+    """The client's own time-outs cut down to the time left for one attempt; None when there is no limit."""
     left = _limits.get().seconds_left()
-    return None if left is None or left >= DEFAULT_TIMEOUT_S else max(0.05, left)
+    if left is None:
+        return None
+    most = max(0.05, left)
+    each = {name: most if value is None else min(value, most) for name, value in own.as_dict().items()}
+    return httpx.Timeout(**each)
 
 
 def retrying(
@@ -123,6 +127,8 @@ def _retry_after(error: APIError) -> float | None:
         return None
     try:
         seconds = float(value)
+        if math.isnan(seconds):
+            return None
     except ValueError:
         try:
             when = parsedate_to_datetime(value)

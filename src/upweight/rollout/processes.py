@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
+import multiprocessing.util
 import os
 import pickle
 import signal
 import threading
 import traceback
+import weakref
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
@@ -18,6 +21,13 @@ from upweight.rollout.workers import Finished, RolloutCall
 
 _starting = threading.Lock()  # with fork, a child started at the same time would inherit this child's pipe end
 EXIT_GRACE_S = 1.0
+_children: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+@atexit.register  # runs before the exit of `multiprocessing`, which would ask with SIGTERM and wait for ever
+def _kill_children() -> None:
+    for process in list(_children):
+        process.kill()
 
 
 def pickled_call(call: RolloutCall, dumps: Callable[[Any], bytes] = pickle.dumps) -> bytes:
@@ -98,6 +108,7 @@ class InProcess:
                 target=child_main, args=(theirs, self._payload), name="rollout-worker", daemon=True
             )
             process.start()
+            _children.add(process)
             theirs.close()
         self._process = process
         if self._killed:  # given up while it was starting
@@ -118,6 +129,8 @@ class InProcess:
 def child_main(pipe: Connection, payload: bytes) -> None:
     """Loop of a child: ends when the parent closes the pipe or dies."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
+    # ... and what a SIGTERM to the whole group means. A handler, since programs started by a rollout would inherit SIG_IGN.
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     # Such processes may have no children, but a grader pool needs some; they end when this process does.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]

@@ -48,6 +48,7 @@ from upweight.rollout.waits import WaitWatch
 logger = logging.getLogger(__name__)
 
 MAX_DRAW = 1024  # tasks asked for at once
+LAST_JOINS_S = 0.5  # for threads to end when no time is left
 MAX_BACKLOG_BATCHES = 4  # unsent batches beyond which no rollout is started
 
 
@@ -161,16 +162,25 @@ class Run:
             self._evaluation.note_version(status.inference_version)
         for helper in helpers:
             helper.start()
+        self._watch = WaitWatch()  # from now on rollouts can start
         try:
             reason = self._loop()
-            if self._stopping.is_set() or self._ended_as is not None:
-                self._send_rest()
-            return self._summary(reason)
+        except BaseException as error:
+            self._end(helpers, is_urgent=isinstance(error, KeyboardInterrupt))
+            raise
+        self._end(helpers)
+        return self._summary(reason)
+
+    def _end(self, helpers: list[Any], is_urgent: bool = False) -> None:
+        """Send the rest and shut down, both within one `shutdown_timeout`; an interrupt here ends either at once."""
+        deadline = time.monotonic() + (0.0 if is_urgent else self._config.shutdown_timeout)
+        try:
+            self._send_rest(deadline)
         except BaseException:
-            self._send_rest()
+            deadline = time.monotonic()
             raise
         finally:
-            self._shut_down(helpers)
+            self._shut_down(helpers, max(deadline, time.monotonic() + LAST_JOINS_S))
 
     def _loop(self) -> str:
         while True:
@@ -183,6 +193,8 @@ class Run:
             reason = self._reason_to_end()
             if reason is not None and self._is_evaluated:
                 return reason
+            if reason is not None or self._evaluating is not None:
+                self._watch.hold()
             self._watch.check(cause, self._config.no_progress_timeout, self._stalled)
             try:
                 for message in self._next_messages():
@@ -210,11 +222,15 @@ class Run:
             if not self._scheduler.n_in_flight:
                 self._uploader.hurry()
             return None
-        if self._scheduler.is_all_finished and self._filled >= (self._num_batches or 0):
+        if self._is_complete:
             return "all batches are filled"
         if self._is_source_dry and not self._scheduler.n_in_flight and not self._drawn:
             return self._end_of_data()
         return None
+
+    @property
+    def _is_complete(self) -> bool:
+        return self._scheduler.is_all_finished and self._filled >= (self._num_batches or 0)
 
     @property
     def _is_evaluated(self) -> bool:
@@ -403,6 +419,8 @@ class Run:
     # -- waiting
 
     def _waiting_for(self) -> str:
+        if self._is_complete and self._evaluating is None and not self._uploader.backlog:
+            return f"version {self._filled}, the last one, to evaluate it"
         return what_is_awaited(self._uploader, self._dispatcher, self._scheduler, self._is_drawing, self._evaluating)
 
     @property
@@ -454,17 +472,15 @@ class Run:
 
     # -- the end
 
-    def _send_rest(self) -> None:
-        """Give the uploader `shutdown_timeout` to send what was accepted."""
-        deadline = time.monotonic() + self._config.shutdown_timeout
+    def _send_rest(self, deadline: float) -> None:
+        """Give the uploader the time until then to send what was accepted."""
         while self._uploader.backlog and self._uploader.is_alive() and time.monotonic() < deadline:
             self._uploader.hurry()
             time.sleep(0.01)
         if self._uploader.backlog:
             logger.warning("Job %s: %d accepted samples are unsent", self._config.job_id, self._uploader.backlog)
 
-    def _shut_down(self, helpers: list[Any]) -> None:
-        deadline = time.monotonic() + self._config.shutdown_timeout
+    def _shut_down(self, helpers: list[Any], deadline: float) -> None:
         for helper in helpers:
             helper.stop()
         for helper in helpers:

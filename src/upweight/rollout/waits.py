@@ -29,6 +29,10 @@ class WaitWatch:
     def note_accepted(self) -> None:
         self._accepted = self._progress = time.monotonic()
 
+    def hold(self) -> None:
+        """No sample can be accepted now, and rightly so: the time does not count against the limit."""
+        self._accepted = time.monotonic()
+
     def check(self, cause: str, limit: float | None, stalled: Callable[[float], Exception]) -> None:
         """Warn when it is time; raise `stalled(seconds)` after `limit` s without an accepted sample."""
         now = time.monotonic()
