@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import numpy as np
+import psutil
 
 from upweight.ops.samples import TrainBatch
 from upweight.server.worker_protocol import WorkerSpec, encode_batch
@@ -35,29 +36,36 @@ def measure_http(model: str, folder: Path, cache: str | None) -> dict[str, Any]:
     command = [sys.executable, "-m", "upweight.server.worker", str(folder / "spec.json")]
     with subprocess.Popen(command, stdin=subprocess.PIPE) as worker:
         try:
-            return asyncio.run(_measure(spec.socket))
+            return asyncio.run(_measure(spec.socket, psutil.Process(worker.pid)))
         finally:
             worker.kill()
 
 
-async def _measure(socket: str) -> dict[str, Any]:
+async def _measure(socket: str, worker: psutil.Process) -> dict[str, Any]:
     transport = httpx.AsyncHTTPTransport(uds=socket, limits=httpx.Limits(max_connections=256))
     async with httpx.AsyncClient(transport=transport, base_url="http://worker", timeout=600) as client:
         await _until_ready(client)
         await _load(client, every=0.1)  # everything is compiled here
+        programs = await _programs(client)
         idle = await _load(client, every=EVERY)
+        memory = await _memory_over_requests(client, worker, 2000)
+        compiled = await _programs(client) - programs
         stop = asyncio.Event()
         training = asyncio.create_task(_train(client, stop))
         busy = await _load(client, every=EVERY)
         stop.set()
         steps = await training
-        memory = await _memory_over_requests(client, 2000)
+    quiet, beside = idle["between_tokens_ms"], busy["between_tokens_ms"]
     return {
-        "idle": idle,
+        "idle": idle | {"longest_gap_in_median_steps": quiet["max"] / quiet["p50"], "new_programs": compiled},
         "beside_training": busy | {"training_steps": steps},
-        "between_tokens_p50_times_idle": busy["between_tokens_ms"]["p50"] / idle["between_tokens_ms"]["p50"],
-        "memory_over_2000_requests_gb": memory,
+        "between_tokens_times_idle": {name: beside[name] / quiet[name] for name in ("p50", "p99")},
+        "resident_gb_over_2000_requests": memory,
     }
+
+
+async def _programs(client: httpx.AsyncClient) -> int:
+    return int((await client.get("/state")).json()["stats"]["programs"])
 
 
 async def _until_ready(client: httpx.AsyncClient) -> None:
@@ -146,8 +154,8 @@ def _batch(seed: int) -> TrainBatch:
     )
 
 
-async def _memory_over_requests(client: httpx.AsyncClient, requests: int) -> dict[str, float]:
-    """Peak resident gigabytes of the worker after each quarter of the requests."""
+async def _memory_over_requests(client: httpx.AsyncClient, worker: psutil.Process, requests: int) -> dict[str, float]:
+    """Resident gigabytes of the worker after each quarter of the requests."""
     found: dict[str, float] = {}
     places = asyncio.Semaphore(CLIENTS)
 
@@ -157,7 +165,7 @@ async def _memory_over_requests(client: httpx.AsyncClient, requests: int) -> dic
 
     for quarter in range(4):
         await asyncio.gather(*(short(quarter * requests + i) for i in range(requests // 4)))
-        found[f"after {(quarter + 1) * requests // 4}"] = (await client.get("/state")).json()["peak_memory_bytes"] / 1e9
+        found[f"after {(quarter + 1) * requests // 4}"] = worker.memory_info().rss / 1e9
     return found
 
 
@@ -167,5 +175,5 @@ async def _short(client: httpx.AsyncClient, seed: int) -> None:
 
 
 def _spread(values: list[float]) -> dict[str, float]:
-    at = np.percentile(np.array(values) * 1e3, [50, 99])
-    return {"p50": float(at[0]), "p99": float(at[1])}
+    at = np.percentile(np.array(values) * 1e3, [50, 99, 100])
+    return {"p50": float(at[0]), "p99": float(at[1]), "max": float(at[2])}

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from statistics import median
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from upweight.models.config import DecoderConfig
 from upweight.models.layers import Params, head_matrix
@@ -34,12 +37,12 @@ def roofline(config: DecoderConfig, params: Params) -> dict[str, float]:
             x = x + (x @ layer["gate_up"])[:, : config.intermediate_size] @ layer["down"]
         return jnp.einsum("bh,vh->bv", x, head_matrix(params))
 
-    square = jnp.ones((2048, 2048))
-    long = jnp.ones(128 * 2**20)
+    dtype = params["embed"].dtype
+    square = jnp.ones((2048, 2048), dtype)
     weight_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-    multiply, total = jax.jit(jnp.matmul), jax.jit(jnp.sum)
-    per_step = seconds(lambda: products(params, jnp.ones((32, config.hidden_size))))
-    read = long.nbytes / seconds(lambda: total(long))
+    multiply = jax.jit(jnp.matmul)
+    per_step = seconds(lambda: products(params, jnp.ones((32, config.hidden_size), dtype)))
+    read = host_read_speed() if jax.default_backend() == "cpu" else device_read_speed()
     return {
         "square_product_gflops": 2 * 2048**3 / seconds(lambda: multiply(square, square)) / 1e9,
         "step_product_gflops": 2 * config.num_params * 32 / per_step / 1e9,
@@ -47,3 +50,21 @@ def roofline(config: DecoderConfig, params: Params) -> dict[str, float]:
         "product_bound_tokens_per_s": 32 / per_step,
         "memory_bound_tokens_per_s": read / weight_bytes,
     }
+
+
+def host_read_speed(runs: int = 10) -> float:
+    """Bytes per second of all cores together summing an array far larger than the caches: the best of some runs."""
+    cores = len(os.sched_getaffinity(0))
+    parts = np.array_split(np.ones(128 * 2**20, np.float32), cores)
+    speeds = []
+    with ThreadPoolExecutor(cores) as pool:
+        for _ in range(runs):
+            began = time.perf_counter()
+            list(pool.map(np.sum, parts))
+            speeds.append(sum(part.nbytes for part in parts) / (time.perf_counter() - began))
+    return max(speeds)
+
+
+def device_read_speed() -> float:
+    long, total = jnp.ones(512 * 2**20), jax.jit(jnp.sum)
+    return long.nbytes / seconds(lambda: total(long))

@@ -81,6 +81,7 @@ def compare(ours: Side, peer: Side | None, cases: list[str], runs: int) -> dict[
         result["roofline"] = roof
         result["share_of_roofline"] = result["upweight"]["tokens_per_s"] / bound
         result["compiled_after_warm_up"] = sum(run["compiled"] for run in times["upweight"])
+        result["python_share"] = median(run["python_share"] for run in times["upweight"])
         result["ms_per_step"] = median(1e3 * run["seconds"] / run["steps"] for run in times["upweight"])
         if peer is not None:
             pairs = list(zip(times["upweight"], times["hf"], strict=True))

@@ -7,6 +7,7 @@ import json
 import resource
 import sys
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +33,7 @@ def main() -> None:
         use_compilation_cache(args.cache)
     model = load_model(args.model, jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
     engine = Engine(model.config, model.params, model.tokenizer, max_rows=32).start()
-    compiled = CompilationWatch()
+    compiled, device = CompilationWatch(), DeviceWatch(engine)
     for line in sys.stdin:
         name, seed = line.split()
         if name == "roofline":
@@ -41,6 +42,7 @@ def main() -> None:
             work = workload(name, int(seed))
             before = engine.stats()["steps"]
             began, cpu, programs = time.perf_counter(), time.process_time(), compiled.count
+            device.seconds = 0.0
             outputs = answers_to(
                 engine,
                 work.prompts,
@@ -58,6 +60,7 @@ def main() -> None:
                 "compile_seconds": compiled.seconds,
                 "programs": engine.stats()["programs"],
             }
+            answer["python_share"] = 1 - device.seconds / answer["seconds"]
         answer["peak_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
         print(json.dumps(answer), flush=True)
     engine.stop()
@@ -75,6 +78,25 @@ class CompilationWatch:
         if event == "/jax/core/compile/backend_compile_duration":
             self.count += 1
             self.seconds += duration
+
+
+class DeviceWatch:
+    """Seconds inside compiled programs; the rest of a run is Python: plans, arrays of a step, text, hand-over."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.seconds = 0.0
+        programs = engine.runner.programs
+        for name in ("prefill", "decode", "load_all", "load_some"):
+            setattr(programs, name, self._timed(getattr(programs, name)))
+
+    def _timed(self, program: Any) -> Any:
+        def call(*inputs: Any) -> Any:
+            began = time.perf_counter()
+            made = jax.block_until_ready(program(*inputs))
+            self.seconds += time.perf_counter() - began
+            return made
+
+        return call
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from upweight.inference import engine as engine_module
+from upweight.inference import runner as runner_module
 from upweight.inference.attention import Attention, Fused, Products, attention_for
 from upweight.inference.engine import Engine
 from upweight.inference.gather import answers_to
@@ -57,7 +57,7 @@ def test_an_engine_on_fused_attention_gives_the_same_answers(
     plain = Engine(model.config, model.params, model.tokenizer, max_rows=4).start()
     expected = answers_to(plain, prompts, params)
     plain.stop()
-    monkeypatch.setattr(engine_module, "Programs", lambda config: Programs(config, Fused()))
+    monkeypatch.setattr(runner_module, "Programs", lambda config: Programs(config, Fused()))
     fused = Engine(model.config, model.params, model.tokenizer, max_rows=4).start()
     for one, other in zip(answers_to(fused, prompts, params), expected, strict=True):
         assert one.token_ids == other.token_ids

@@ -265,7 +265,10 @@ def test_a_failing_step_fails_its_rows_and_the_engine_goes_on(model: LoadedModel
     live = Engine(model.config, model.params, model.tokenizer, max_rows=2)
     broken = live.runner
 
+    decode = broken.decode
+
     def explode(rows: object) -> None:
+        broken.decode = decode  # type: ignore[method-assign]
         raise RuntimeError("device lost")
 
     broken.decode = explode  # type: ignore[method-assign, assignment]
@@ -295,7 +298,6 @@ def test_a_temperature_that_float32_cannot_divide_by_is_refused(engine: Engine) 
 
 def test_an_engine_that_gave_up_says_why_to_whoever_waits(model: LoadedModel) -> None:
     broken = Engine(model.config, model.params, model.tokenizer, max_rows=2).start()
-    broken._make_runner = lambda params: broken.runner
 
     def fail(pieces: object) -> None:
         raise ValueError("no device")

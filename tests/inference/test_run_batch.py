@@ -2,6 +2,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from upweight.errors import ConfigError
@@ -44,6 +45,37 @@ def test_edges(scheduler: InferenceScheduler) -> None:
     details = scheduler.run_batch([[1] * 600, [1]], max_tokens=2, return_details=True, ignore_eos=True)
     assert details[0].finish_reason is FinishReason.REJECTED
     assert len(details[1].token_ids) == 2
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "said"),
+    [
+        ([[1], [5, 1.7]], {}, r"prompt 1\[1\] is 1.7; a token id is a whole number"),
+        ([np.array([1.0, np.nan])], {}, r"prompt 0\[1\] is nan"),
+        ([[1, None]], {}, r"prompt 0\[1\] is None"),
+        ([5, 6, 7], {}, "prompt 0 is 5; it must be a list of token ids"),
+        ([[1]], {"stop_ids": [2.5]}, r"stop_ids\[0\] is 2.5"),
+        ([[1]], {"stop_ids": 2}, "stop_ids is 2; it must be a list"),
+        ([[1]], {"stop": ""}, "stop is ''; each stop string must be a text that is not empty"),
+        ([[1]], {"stop": ["a", ""]}, r"stop is \['a', ''\]"),
+        ([[1]], {"stop": [7]}, r"stop is \[7\]; each stop string must be a text"),
+        ([[1]], {"stop": 7}, "stop is 7; it must be a text or a list of texts"),
+        ([[1]], {"stop": b"x"}, "stop is b'x'; it must be a text"),
+        ([[1]], {"max_tokens": float("inf")}, "max_tokens is inf; it must be a whole number"),
+        ([[1]], {"max_tokens": [float("nan")]}, "max_tokens is nan; it must be a whole number"),
+        ([[1]], {"seed": float("inf")}, "seed is inf; it must be a whole number"),
+    ],
+)
+def test_what_is_no_token_id_stop_string_or_number(
+    scheduler: InferenceScheduler, prompts: list[Any], options: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        scheduler.run_batch(prompts, **{"max_tokens": 1, **options})
+
+
+def test_whole_floats_are_token_ids(scheduler: InferenceScheduler) -> None:
+    options: dict[str, Any] = {"max_tokens": 2, "temperature": 0, "ignore_eos": True}
+    assert scheduler.run_batch([np.array([5.0, 6.0])], **options) == scheduler.run_batch([[5, 6]], **options)
 
 
 def test_least_length_and_penalty_reach_the_sampler(model: LoadedModel, scheduler: InferenceScheduler) -> None:

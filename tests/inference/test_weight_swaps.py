@@ -118,6 +118,17 @@ def test_abort_ends_what_runs(model: LoadedModel) -> None:
     run.engine.stop()
 
 
+def test_abort_ends_rows_that_were_preempted_too(model: LoadedModel) -> None:
+    run = Running(model, on_update="abort")
+
+    def preempt() -> None:  # the engine stands still meanwhile
+        run.engine.scheduler._preempt(run.engine.scheduler.running[0])
+
+    output = run.swap(changed(model), 1, meanwhile=preempt)
+    assert output.finish_reason is FinishReason.ABORTED
+    run.engine.stop()
+
+
 @pytest.mark.parametrize(("policy", "cached", "version"), [("version", 0, None), ("flush", 0, None), ("keep", 24, 0)])
 def test_known_prefixes_across_a_swap(
     model: LoadedModel, caplog: pytest.LogCaptureFixture, policy: Any, cached: int, version: int | None

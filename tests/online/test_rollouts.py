@@ -1,7 +1,10 @@
 """Rows that fail, versions, evaluation mode, rewards of every kind, and what a content key covers."""
 
 import asyncio
+import gc
 import logging
+import threading
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -278,6 +281,24 @@ def test_content_keys() -> None:
         base | {"metadata": [{"1": "a"}]},
     ]
     assert len({content_key(batch) for batch in [base, *others]}) == 1 + len(others)
+
+
+def test_what_cannot_be_compared_is_named() -> None:
+    with pytest.raises(ValueError, match=r"metadata holds <function .*> at .*cannot be compared between batches"):
+        content_key({"input_ids": [[1]], "metadata": [{"grade": lambda text: 1.0}]})
+    with pytest.raises(ValueError, match=r"metadata holds .*lock"):
+        content_key({"input_ids": [[1]], "metadata": [{"lock": threading.Lock()}]})
+
+
+def test_a_result_that_no_call_can_get_is_let_go(model: LoadedModel) -> None:
+    runner = RolloutRunner(generator_of(model, output([5]), output([6])), Reward([[0, 1]]), rollout_interval=2)
+    result = weakref.ref(runner({"input_ids": [[1]]})[0])
+    runner.step()
+    gc.collect()
+    assert result() is not None
+    runner.step()
+    gc.collect()
+    assert result() is None
 
 
 def test_several_batches_are_replayed_for_epochs(model: LoadedModel) -> None:

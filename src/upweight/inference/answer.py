@@ -1,4 +1,10 @@
-"""The text of an answer while its tokens arrive: incremental decoding and stop strings."""
+"""The text of an answer while its tokens arrive: incremental decoding and stop strings.
+
+Invariants
+- A stop string is found with the token that completes it, also where the decoder still holds that token's text back.
+- Of several, the one that is complete first counts, and of those the longest: where the text ends depends on the text alone,
+  not on the borders of the tokens that spell it.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +36,7 @@ class AnswerText:
         piece = self._stream.push(token_id)
         if piece:  # also the text of tokens before, which spelled a part of a character only
             self._spelled.append((self._pushed, len(self._text) + len(piece)))
-        self._extend(piece)
+        self._extend(piece, self._stream.pending() if self._stop else "")
 
     def flush(self) -> None:
         """No token follows: incomplete characters become visible."""
@@ -49,18 +55,19 @@ class AnswerText:
             self._covered = self._spelled.popleft()[0]
         return piece, self._pushed if last else self._covered
 
-    def _extend(self, piece: str) -> None:
-        if not piece:
-            return
+    def _extend(self, piece: str, pending: str = "") -> None:
         before = len(self._text)
         self._text += piece
+        seen = self._text + pending if pending else self._text
+        if len(seen) == before:
+            return
         hits = []
         for stop in self._stop:
-            at = self._text.find(stop, max(0, before - len(stop) + 1))
+            at = seen.find(stop, max(0, before - len(stop) + 1))
             if at >= 0:
-                hits.append(at)
+                hits.append((at + len(stop), at))
         if hits:
-            self._text = self._text[: min(hits)]
+            self._text = seen[: min(hits)[1]]
             self.stopped = True
 
     def _held_back(self) -> int:

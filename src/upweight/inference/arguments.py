@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from upweight.inference.types import SamplingParams
@@ -27,19 +28,38 @@ def sampling_params(
 
     `ValueError` naming the keyword for another number of values, or for a value that is no number.
     """
-    shared: dict[str, Any] = {"stop_ids": frozenset(int(i) for i in plain(stop_ids) or ()), "stop": stop_strings(stop)}
+    shared: dict[str, Any] = {
+        "stop_ids": frozenset(() if stop_ids is None else token_ids(stop_ids, "stop_ids")),
+        "stop": stop_strings(stop),
+    }
     values = {name: _per_prompt(name, value, count) for name, value in columns.items()}
     return [SamplingParams(**{name: column[i] for name, column in values.items()}, **shared) for i in range(count)]
 
 
 def stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
-    """One string is one stop string, not its characters."""
-    return (stop,) if isinstance(stop, str) else tuple(stop or ())
+    """One string is one stop string, not its characters. `ValueError` for an empty one and for what is no text."""
+    given = () if stop is None else (stop,) if isinstance(stop, str) else stop
+    if not isinstance(given, Iterable) or isinstance(given, bytes):
+        raise ValueError(f"stop is {stop!r}; it must be a text or a list of texts")
+    texts = tuple(given)
+    for text in texts:
+        if not isinstance(text, str) or not text:
+            raise ValueError(f"stop is {stop!r}; each stop string must be a text that is not empty")
+    return texts
 
 
-def token_ids(prompt: Any) -> tuple[int, ...]:
-    """A prompt's ids, whatever holds them."""
-    return tuple(int(i) for i in plain(prompt))
+def token_ids(prompt: Any, name: str = "prompt") -> tuple[int, ...]:
+    """A prompt's ids, whatever holds them; whole floats will do. `ValueError` names the place of what is none."""
+    values = plain(prompt)
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise ValueError(f"{name} is {values!r}; it must be a list of token ids")
+    return tuple(i if type(i) is int else _token_id(f"{name}[{at}]", plain(i)) for at, i in enumerate(values))
+
+
+def _token_id(name: str, value: Any) -> int:
+    if not isinstance(value, int | float) or not math.isfinite(value) or value != int(value):
+        raise ValueError(f"{name} is {value!r}; a token id is a whole number")
+    return int(value)
 
 
 def plain(value: Any) -> Any:
@@ -62,7 +82,7 @@ def _number(name: str, value: Any) -> Any:
     if isinstance(value, str) or not isinstance(value, int | float):
         raise ValueError(f"{name} is {value!r}; it must be a number")
     if name in _WHOLE:
-        if value != int(value):
+        if not math.isfinite(value) or value != int(value):
             raise ValueError(f"{name} is {value!r}; it must be a whole number")
         return int(value)
     return bool(value) if name == "ignore_eos" else float(value)

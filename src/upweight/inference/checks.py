@@ -36,6 +36,11 @@ def check_request(prompt_ids: Sequence[int], params: SamplingParams, vocab_size:
     _in_range("repetition_penalty", params.repetition_penalty, 0.01, 100)
     _in_range("rep_window", params.rep_window, 0, None)
     _in_range("top_logprobs", params.top_logprobs, 0, MOST_ALTERNATIVES)
+    if params.seed is not None and (isinstance(params.seed, bool) or not isinstance(params.seed, int)):
+        raise RequestError(f"seed is {params.seed!r}; it must be a whole number", field="seed")
+    for stop in params.stop:
+        if not isinstance(stop, str) or not stop:
+            raise RequestError(f"stop holds {stop!r}; it must hold texts, none of them empty", field="stop")
     _check_bias(params.logit_bias, vocab_size)
 
 

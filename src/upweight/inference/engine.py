@@ -10,6 +10,7 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import math
@@ -25,10 +26,10 @@ from upweight.errors import EngineError
 from upweight.inference.answer import AnswerText
 from upweight.inference.checks import check_request
 from upweight.inference.metrics import EngineMetrics, RequestTimes
-from upweight.inference.programs import Programs, token_bytes
+from upweight.inference.programs import token_bytes
 from upweight.inference.runner import CACHE_BYTES, Drawn, ModelRunner, Scored
 from upweight.inference.scheduler import Row, Scheduler
-from upweight.inference.swaps import CacheOnUpdate, OnUpdate, Swap, WeightSwaps, check_policies
+from upweight.inference.swaps import CacheOnUpdate, OnUpdate, Swap, WeightSwaps, check_policies, fitted
 from upweight.inference.types import FinishReason, GenerationOutput, OnDone, OnText, Request, SamplingParams, TextPiece
 from upweight.models.config import DecoderConfig
 from upweight.models.layers import Params
@@ -39,6 +40,7 @@ log = logging.getLogger(__name__)
 
 STORE_BYTES = 768 << 20
 MAX_FAILURES = 3
+NOT_FINITE = EngineError("the model gave logits that are not finite")
 _IDS = itertools.count(1)  # of all engines of this process: no two requests ever have the same
 
 
@@ -84,11 +86,7 @@ class Engine:
         pages = 1 + max(64, min(store_bytes // token_bytes(config, params), max_rows * self.max_context))
         self.scheduler = Scheduler(max_rows=max_rows, num_pages=pages, keep_prefixes=cache_on_update == "keep")
         self.scheduler.set_version(version)
-        programs = Programs(config)
-        self._make_runner: Callable[[Params], ModelRunner] = lambda weights: ModelRunner(
-            config, weights, num_pages=pages, max_rows=max_rows, programs=programs, cache_bytes=cache_bytes
-        )
-        self.runner = self._make_runner(params)
+        self.runner = ModelRunner(config, params, num_pages=pages, max_rows=max_rows, cache_bytes=cache_bytes)
         self.metrics = EngineMetrics()
         self._live: dict[int, _Live] = {}
         self._orders: deque[Callable[[], None]] = deque()
@@ -97,6 +95,7 @@ class Engine:
         self._wake = threading.Condition()
         self._stopping = False
         self._dead: str | None = None
+        self._closed = False
         self._thread: threading.Thread | None = None
         self._failures = 0
 
@@ -113,12 +112,18 @@ class Engine:
         with self._wake:
             self._stopping = True
             self._wake.notify_all()
-        if self._thread is not None and self._thread is not threading.current_thread():
+        if self._thread is None:
+            self._close_down("the engine was stopped")
+        elif self._thread is not threading.current_thread():
             self._thread.join()
 
     @property
     def version(self) -> int:
         return self.scheduler.version
+
+    @property
+    def _waiting(self) -> int:
+        return max(0, len(self._live) - len(self.scheduler.running)) + len(self._orders)
 
     @property
     def alive(self) -> bool:
@@ -158,23 +163,23 @@ class Engine:
         check_request(prompt_ids, params, self.config.vocab_size)
         if not self.alive:
             raise EngineError(self._dead or "the engine is stopped")
-        if len(self._live) + len(self._orders) >= self.max_queue:
+        if self._waiting >= self.max_queue:
             raise EngineBusy(f"{self.max_queue} requests are waiting already")
 
     def cancel(self, request_id: int) -> None:
         """Aborts a request before the next step; unknown and finished ones are ignored."""
-        self._order(lambda: self._abort(request_id, "cancelled"))
+        with contextlib.suppress(EngineError):  # an engine that has ended has answered everything
+            self._order(lambda: self._abort(request_id, "cancelled"))
 
     def set_weights(self, params: Params, version: int) -> str:
         """Swaps between two steps; returns the fingerprint of the arrays that the compiled steps receive from now on.
 
-        Waits for rows to finish if `on_update` is "drain".
+        Waits for rows to finish if `on_update` is "drain". `EngineError` when the arrays do not fit the decoder, naming the
+        first that does not; the weights then stay as they were.
         """
-        swap = Swap(params, version)
+        swap = Swap(fitted(params, self.runner.params), version)
         self._order(lambda: self._swaps.add(swap))
-        while not swap.done.wait(1.0):
-            if not self.alive:
-                raise EngineError(self._dead or "the engine is stopped")
+        swap.done.wait()
         if swap.error is not None:
             raise EngineError(f"weights could not be swapped: {swap.error}") from swap.error
         return swap.fingerprint
@@ -189,7 +194,7 @@ class Engine:
         return {
             **self.metrics.summary(),
             "active_tasks": running,
-            "waiting_queue": max(0, len(self._live) - running) + len(self._orders),
+            "waiting_queue": self._waiting,
             "preemptions": self.scheduler.preemptions,
             "prefilled_tokens": self.scheduler.prefilled_tokens,
             "programs": self.runner.num_programs,
@@ -199,31 +204,55 @@ class Engine:
     # ---- in the loop's thread --------------------------------------------------------------------------------------
 
     def _order(self, order: Callable[[], None]) -> None:
+        """Hands work to the loop; `EngineError` once nobody would do it."""
         with self._wake:
+            if self._closed:
+                raise EngineError(self._dead or "the engine is stopped")
             self._orders.append(order)
             self._wake.notify_all()
 
     def _loop(self) -> None:
-        while not self._stopping:
+        try:
+            while not self._stopping and self._dead is None:
+                self._turn()
+        except BaseException as error:
+            self._dead = f"the engine could not recover: {type(error).__name__}: {error}"
+            log.exception("the engine's loop ended")
+        finally:
+            self._close_down(self._dead or "the engine was stopped")
+
+    def _turn(self) -> None:
+        """One step, or a nap when there is nothing to do."""
+        try:
+            if not self._step():
+                with self._wake:
+                    if not self._orders and not self._stopping:
+                        self._wake.wait(self._nap())
+        except Exception as error:  # noqa: BLE001 - whatever a step raises, the loop must live
+            self._recover(error)
+
+    def _close_down(self, why: str) -> None:
+        """Nothing is taken any more; whatever was taken is answered."""
+        with self._wake:
+            self._closed = True
+        self._take_orders()
+        self._swaps.refuse(why)
+        for request_id, live in list(self._live.items()):
             try:
-                if not self._step():
-                    with self._wake:
-                        if not self._orders and not self._stopping:
-                            self._wake.wait(self._nap())
-            except Exception as error:  # noqa: BLE001 - whatever a step raises, the loop must live
-                self._recover(error)
-                if self._dead is not None:
-                    break
-        reason = self._dead or "the engine was stopped"
+                self._abort(request_id, why)
+            except Exception:  # whatever state a failed step left behind, the request is answered
+                log.exception("request %d", request_id)
+                live.output.error, live.output.finish_reason = why, FinishReason.ABORTED
+                self._live.pop(request_id, None)
+                _guarded(live.request.on_done, live.output)
+
+    def _take_orders(self) -> None:
         while self._orders:
             self._orders.popleft()()
-        for request_id in list(self._live):
-            self._abort(request_id, reason)
 
     def _step(self) -> bool:
         """One step; False when there was nothing to do."""
-        while self._orders:
-            self._orders.popleft()()
+        self._take_orders()
         self._abort_late()
         swapped = self._swaps.perform()
         plan = self.scheduler.plan()
@@ -238,27 +267,37 @@ class Engine:
         return True
 
     def _install(self, params: Params, version: int) -> str:
+        before = self.runner.params
         self.runner.params = params
+        try:
+            made = self.fingerprint()
+        except BaseException:
+            self.runner.params = before
+            raise
         self.scheduler.set_version(version)
-        return self.fingerprint()
+        return made
 
     def _abort_running(self, why: str) -> None:
-        for live in [live for live in self._live.values() if live.row in self.scheduler.running]:
-            self._abort(live.request.id, why)
+        """Rows that have begun, those that were preempted included."""
+        for live in list(self._live.values()):
+            if live.row in self.scheduler.running or live.row.restarts:
+                self._abort(live.request.id, why)
 
     def _take_scores(self, scored: Sequence[Scored]) -> None:
         """Log-probs of prompt tokens reach their outputs; rows that wanted nothing else end."""
         for row, start, logprobs in scored:
-            live = self._live[row.request.id]
-            known = live.output.prompt_logprobs
-            if known is None:
+            known = self._live[row.request.id].output.prompt_logprobs
+            if known is None or row.num_output:  # a row that goes on after a preemption has its scores
                 continue
             for position, logprob in enumerate(logprobs, start + 1):
                 if position < len(known):
                     known[position] = logprob
         for row in {id(score.row): score.row for score in scored}.values():  # a long prompt comes in several pieces
-            if row.only_scored and not row.missing:
-                self._end(self._live[row.request.id], FinishReason.LENGTH)
+            live = self._live[row.request.id]
+            if any(score is not None and math.isnan(score) for score in live.output.prompt_logprobs or ()):
+                self._fail(row, NOT_FINITE)
+            elif row.only_scored and not row.missing:
+                self._end(live, FinishReason.LENGTH)
 
     def _constrained(self, rows: Sequence[Row]) -> list[Row]:
         """Sets the masks of rows under a constraint; a constraint that fails takes its row alone."""
@@ -274,7 +313,9 @@ class Engine:
         return kept
 
     def _fail(self, row: Row, error: Exception) -> None:
-        live = self._live[row.request.id]
+        live = self._live.get(row.request.id)
+        if live is None:  # answered already
+            return
         live.output.error = f"{type(error).__name__}: {error}"
         self._end(live, FinishReason.ERROR)
 
@@ -284,6 +325,16 @@ class Engine:
         return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
 
     def _accept(self, request: Request, times: RequestTimes) -> None:
+        try:
+            self._begin(request, times)
+        except Exception as error:  # noqa: BLE001 - the request's own parts; it fails alone
+            live = self._live.get(request.id)
+            output = GenerationOutput(prompt_len=len(request.prompt_ids)) if live is None else live.output
+            output.error, output.finish_reason = f"{type(error).__name__}: {error}", FinishReason.ERROR
+            self._live.pop(request.id, None)
+            _guarded(request.on_done, output)
+
+    def _begin(self, request: Request, times: RequestTimes) -> None:
         params = request.params
         seed = secrets.randbits(64) if params.seed is None else params.seed & (2**64 - 1)
         prompt_len = len(request.prompt_ids)
@@ -311,24 +362,18 @@ class Engine:
         elif params.max_tokens == 0 and not (params.prompt_logprobs and prompt_len > 1):
             self._close(live, FinishReason.LENGTH)
         else:
-            self._begin(live)
-
-    def _begin(self, live: _Live) -> None:
-        make = live.request.params.constraint
-        try:
-            live.row.constraint = None if make is None else make()
-        except Exception as error:  # noqa: BLE001 - the caller's code; the loop must live
-            live.output.error = f"{type(error).__name__}: {error}"
-            self._close(live, FinishReason.ERROR)
-        else:
-            self.scheduler.add(live.row)
+            row.constraint = None if params.constraint is None else params.constraint()
+            self.scheduler.add(row)
 
     def _hand_out(self, rows: Sequence[Row], drawn: Drawn) -> None:
         for at, row in enumerate(rows):
             live = self._live[row.request.id]
             token, raw = drawn.tokens[at], drawn.raw_logprobs[at]
             if math.isnan(raw):
-                self._fail(row, EngineError("the model gave logits that are not finite"))
+                self._fail(row, NOT_FINITE)
+                continue
+            if not math.isfinite(drawn.logprobs[at]):
+                self._fail(row, EngineError("stop ids, bias and constraint leave no token that may be drawn"))
                 continue
             self.scheduler.advance(row, token)
             output = live.output
@@ -339,16 +384,15 @@ class Engine:
             if drawn.best is not None and live.request.params.top_logprobs:
                 output.top_logprobs.append(drawn.best[at])
             self.metrics.token(self.scheduler.version, live.times)
-            self._go_on(live, token)
+            try:
+                self._go_on(live, token)
+            except Exception as error:  # noqa: BLE001 - the request's own parts; it fails alone
+                self._fail(row, error)
 
     def _go_on(self, live: _Live, token: int) -> None:
         """Ends the row if this was its last token, else gives out what text became final."""
         if live.row.constraint is not None:
-            try:
-                live.row.constraint.accept(token)
-            except Exception as error:  # noqa: BLE001 - the caller's code; the loop must live
-                self._fail(live.row, error)
-                return
+            live.row.constraint.accept(token)
         reason = self._finish_reason(live, token)
         if reason is None:
             self._give_text(live)
@@ -379,8 +423,12 @@ class Engine:
         self._close(live, reason)
 
     def _close(self, live: _Live, reason: FinishReason) -> None:
-        live.answer.flush()
-        self._give_text(live, last=True)
+        try:
+            live.answer.flush()
+            self._give_text(live, last=True)
+        except Exception as error:  # the request's own parts; it is answered all the same
+            log.exception("text of request %d", live.request.id)
+            live.output.error, reason = f"{type(error).__name__}: {error}", FinishReason.ERROR
         output = replace(live.output, finish_reason=reason, text=live.answer.text)
         output.cached_tokens, output.cached_version = live.row.cached_tokens, live.row.cached_version
         self.metrics.done(live.request.id, output, live.times)
@@ -407,10 +455,11 @@ class Engine:
             if live.row in self.scheduler.running:
                 live.output.error = f"{type(error).__name__}: {error}"
                 self._end(live, FinishReason.ERROR)
-        self.scheduler.forget()
-        self.runner = self._make_runner(self.runner.params)
         if self._failures >= MAX_FAILURES:
             self._dead = f"the engine failed {self._failures} times in a row, last: {error}"
+        else:
+            self.scheduler.forget()
+            self.runner.reset()
 
 
 def _guarded(callback: Callable[[Any], None], value: Any) -> None:

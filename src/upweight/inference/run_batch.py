@@ -179,8 +179,8 @@ class InferenceScheduler:
         """Completions in input order: token lists, `(token_ids, logprobs)` pairs, or `GenerationOutput`s.
 
         Sampling arguments are one value or one per prompt; `max_tokens` None means up to the context. A prompt that cannot fit
-        gives an empty entry (`rejected` in the details) and one warning. `ValueError` for an empty prompt, naming its index,
-        before anything runs.
+        gives an empty entry (`rejected` in the details) and one warning. `ValueError` for an empty prompt or one with what is no
+        token id, naming its index, before anything runs.
         """
         prompts = _prompts(prompt_ids_list)
         params = sampling_params(
@@ -220,7 +220,7 @@ class InferenceScheduler:
 
 
 def _prompts(given: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
-    prompts = [token_ids(prompt) for prompt in given]
+    prompts = [token_ids(prompt, f"prompt {index}") for index, prompt in enumerate(given)]
     for index, prompt in enumerate(prompts):
         if not prompt:
             raise RequestError(f"prompt {index} is empty", field="prompt")

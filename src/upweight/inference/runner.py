@@ -54,18 +54,25 @@ class ModelRunner:
         *,
         num_pages: int,
         max_rows: int,
-        programs: Programs | None = None,
         cache_bytes: int = CACHE_BYTES,
     ) -> None:
         self.config = config
         self.params = params
-        self.programs = programs or Programs(config)
+        self.programs = Programs(config)
+        self._num_pages = num_pages
         self._pages = empty_pages(config, params, num_pages)
         self._cache: Cache | None = None
         self._slots = Slots()
         self._most_cached = cache_bytes // token_bytes(config, params)
         self._shapes: set[tuple[object, ...]] = set()
         self._row_sizes = sorted({size for size in (2, 8) if size < max_rows} | {max(2, max_rows)})
+
+    def reset(self) -> None:
+        """Empty stores, for instance because a step failed that they were given away to."""
+        self._pages = []  # freed before new ones are made
+        self._cache = None
+        self._slots.clear()
+        self._pages = empty_pages(self.config, self.params, self._num_pages)
 
     @property
     def num_programs(self) -> int:

@@ -33,7 +33,7 @@ class Row:
     stop_ids: frozenset[int] = frozenset()  # ids that end it, barred until `min_tokens` are there
     pages: list[int] = field(default_factory=list)
     computed: int = 0
-    version: int = 0  # weights version of all its keys and values so far; −1 = mixed
+    epoch: int = 0  # the weights that all its keys and values so far were computed with; −1 = several
     cached_tokens: int = 0
     cached_version: int | None = None  # oldest weights version of the known prefix it started from
     restarts: int = 0  # times its keys and values were given up
@@ -92,6 +92,7 @@ class Scheduler:
         self.pool = PagePool(num_pages)
         self.prefixes = PrefixTree(self.pool)
         self.version = 0
+        self.epoch = 0  # counts changes of weights: a version number may come twice
         self.waiting: deque[Row] = deque()
         self.running: list[Row] = []
         self.preemptions = 0
@@ -138,8 +139,8 @@ class Scheduler:
     def advance(self, row: Row, token: int) -> None:
         """The row's last token was computed and the next one drawn."""
         row.computed += 1
-        if row.version != self.version:
-            row.version = -1
+        if row.epoch != self.epoch:
+            row.epoch = -1
         row.tokens.append(token)
 
     def finish(self, row: Row) -> None:
@@ -154,8 +155,12 @@ class Scheduler:
     def set_version(self, version: int) -> None:
         """The next step uses other weights; running rows go on over the keys and values they have."""
         self.version = version
+        self.epoch += 1
         if not self.keep_prefixes:
             self.prefixes.clear()
+        for row in reversed(self.running.copy()):
+            if row.missing and row.request.params.prompt_logprobs:  # its scores must be of one set of weights
+                self._give_up(row)
 
     def forget(self) -> None:
         """Nothing that was computed counts any more."""
@@ -176,9 +181,9 @@ class Scheduler:
             return False
         row.pages = known
         row.computed = len(known)
-        if len(known) > row.cached_tokens:
+        if not row.restarts:  # what it computes twice is no hit
             row.cached_tokens, row.cached_version = len(known), oldest
-        row.version = self.version
+        row.epoch = self.epoch
         return True
 
     def _known(self, row: Row) -> tuple[list[int], int | None]:
@@ -197,8 +202,8 @@ class Scheduler:
         row.pages.extend(self.pool.take() for _ in range(count))
         row.computed += count
         self.prefilled_tokens += count
-        if row.version != self.version:
-            row.version = -1
+        if row.epoch != self.epoch:
+            row.epoch = -1
         self._remember(row)
         return count
 
@@ -233,7 +238,7 @@ class Scheduler:
         self.waiting.appendleft(row)
 
     def _remember(self, row: Row) -> None:
-        if row.computed and (row.version == self.version or self.keep_prefixes):
+        if row.computed and (row.epoch == self.epoch or self.keep_prefixes):
             self.prefixes.insert(row.tokens[: row.computed], row.pages[: row.computed], self.version)
 
     def _release(self, row: Row) -> None:

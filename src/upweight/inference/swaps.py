@@ -13,7 +13,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import Literal, get_args
 
-from upweight.errors import ConfigError
+import jax
+import jax.numpy as jnp
+
+from upweight.errors import ConfigError, EngineError
 from upweight.inference.scheduler import Scheduler
 from upweight.models.layers import Params
 
@@ -38,6 +41,17 @@ def check_policies(on_update: str, cache_on_update: str) -> None:
             raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(known)}")
     if cache_on_update == "keep":
         log.warning("known prefixes are kept when weights change: new answers may rest on old keys and values")
+
+
+def fitted(params: Params, like: Params) -> Params:
+    """`params` in the precisions of `like`. `EngineError` naming the first array that is missing, unknown or of another shape."""
+    wanted, given = (dict(jax.tree_util.tree_flatten_with_path(tree)[0]) for tree in (like, params))
+    for path in [*wanted, *given]:
+        if path not in given or path not in wanted or jnp.shape(given[path]) != wanted[path].shape:
+            needs = f"shape {wanted[path].shape}" if path in wanted else "nothing"
+            found = f"shape {jnp.shape(given[path])}" if path in given else "nothing"
+            raise EngineError(f"weights{jax.tree_util.keystr(path)}: the engine needs {needs}, {found} was given")
+    return jax.tree.map(lambda new, old: new if new.dtype == old.dtype else jnp.asarray(new, old.dtype), params, like)
 
 
 class Swap:
@@ -89,8 +103,14 @@ class WeightSwaps:
             self._scheduler.restart_running()
         try:
             swap.fingerprint = self._install(swap.params, swap.version)
-        except BaseException as error:
+        except Exception as error:  # noqa: BLE001 - told to whoever asked; the weights are as they were
             swap.error = error
-            raise
         finally:
+            swap.done.set()
+
+    def refuse(self, why: str) -> None:
+        """The engine ends: what waits is not performed."""
+        while self._waiting:
+            swap = self._waiting.popleft()
+            swap.error = EngineError(why)
             swap.done.set()

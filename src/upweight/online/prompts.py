@@ -17,6 +17,7 @@ import jinja2
 import numpy as np
 
 from upweight.errors import UpweightError
+from upweight.inference.arguments import token_ids
 
 KEYS = "'messages' or 'instruction', or 'input_ids'/'prompts'"
 
@@ -33,7 +34,7 @@ class Prompts:
 
 
 def read_prompts(batch: Mapping[str, Any], tokenizer: Any) -> Prompts:
-    """`ValueError` for an empty batch, an empty prompt, and a batch with none of the accepted keys.
+    """`ValueError` for an empty batch, an empty prompt, what is no token id, and a batch with none of the accepted keys.
 
     The tokenizer is `upweight.tokenizer.Tokenizer` or one with the methods of Hugging Face's (`apply_chat_template`).
     """
@@ -43,10 +44,11 @@ def read_prompts(batch: Mapping[str, Any], tokenizer: Any) -> Prompts:
     elif batch.get("instruction") is not None:
         ids, texts = _templated(_conversations(batch), tokenizer)
     else:
-        given = batch.get("input_ids") if batch.get("input_ids") is not None else batch.get("prompts")
+        name = "input_ids" if batch.get("input_ids") is not None else "prompts"
+        given = batch.get(name)
         if given is None:
             raise ValueError(f"the batch must contain either {KEYS}; it has {sorted(batch)}")
-        ids, padded = _token_rows(given, batch.get("attention_mask"), pad_id_of(tokenizer))
+        ids, padded = _token_rows(name, given, batch.get("attention_mask"), pad_id_of(tokenizer))
         texts = [tokenizer.decode(row, skip_special_tokens=True) for row in ids]
     if not ids:
         raise ValueError("empty batch")
@@ -140,9 +142,11 @@ def _conversations(batch: Mapping[str, Any]) -> list[list[dict[str, str]]]:
     return rows
 
 
-def _token_rows(given: Any, mask: Any, pad_id: int) -> tuple[list[list[int]], tuple[np.ndarray, np.ndarray] | None]:
+def _token_rows(
+    name: str, given: Any, mask: Any, pad_id: int
+) -> tuple[list[list[int]], tuple[np.ndarray, np.ndarray] | None]:
     """Real tokens of each row, and the rows themselves with their mask where they can stay as they are."""
-    rows = [np.asarray(row, np.int64).reshape(-1) for row in given]
+    rows = [_token_row(f"{name}[{index}]", row) for index, row in enumerate(given)]
     masks = [_real(row, pad_id) for row in rows] if mask is None else [np.asarray(m, bool).reshape(-1) for m in mask]
     if [len(m) for m in masks] != [len(row) for row in rows]:
         raise ValueError("attention_mask and input_ids differ in shape")
@@ -151,6 +155,15 @@ def _token_rows(given: Any, mask: Any, pad_id: int) -> tuple[list[list[int]], tu
     if one_width and all((np.diff(m.astype(np.int8)) >= 0).all() for m in masks):
         return ids, (np.stack(rows).astype(np.int32), np.stack(masks))
     return ids, None
+
+
+def _token_row(name: str, given: Any) -> np.ndarray:
+    """int64 [P]; arrays of whole floats will do."""
+    row = np.asarray(given)
+    if row.ndim != 1:
+        form = "one token id: put the prompt in a list" if row.ndim == 0 else f"an array of shape {row.shape}"
+        raise ValueError(f"{name} must be a prompt, a list of token ids; it is {form}")
+    return np.array(token_ids(row, name), np.int64)
 
 
 def _real(row: np.ndarray, pad_id: int) -> np.ndarray:

@@ -38,13 +38,13 @@ class RolloutRunner:
     def step(self) -> None:
         """Call once per optimizer step."""
         self._steps += 1
+        self._forget_old()
 
     def clear_cache(self) -> None:
         """The next call is fresh; the count of steps stays."""
         self._cache.clear()
 
     def __call__(self, batch: Mapping[str, Any]) -> tuple[RolloutResult, bool]:
-        self._forget_old()
         key = content_key(batch)
         kept = self._cache.get(key)
         if kept is not None:
@@ -54,6 +54,7 @@ class RolloutRunner:
         return result, True
 
     def _forget_old(self) -> None:
+        """What no call can get any more is not kept in memory either."""
         oldest = self._steps - self.rollout_interval
         self._cache = {key: kept for key, kept in self._cache.items() if kept[1] > oldest}
 
@@ -66,23 +67,36 @@ class RolloutRunner:
 
 
 def content_key(batch: Mapping[str, Any]) -> str:
-    """Equal for equal prompt fields, whatever holds them (lists, numpy or JAX arrays)."""
+    """Equal for equal prompt fields, whatever holds them (lists, numpy or JAX arrays).
+
+    `ValueError` names a field with an object whose content cannot be told, such as a lambda.
+    """
     digest = hashlib.blake2b(digest_size=16)
     for name in PROMPT_KEYS:
         if batch.get(name) is not None:
             digest.update(name.encode())
-            digest.update(json.dumps(_plain(batch[name]), sort_keys=True).encode())
+            digest.update(json.dumps(_plain(name, batch[name]), sort_keys=True).encode())
     return digest.hexdigest()
 
 
-def _plain(value: Any) -> Any:
+def _plain(field: str, value: Any) -> Any:
     """What JSON can say; other objects by their pickle, so that different ones never share a key."""
     if value is None or isinstance(value, str | int | float):
         return value
     if hasattr(value, "tolist"):
-        return _plain(value.tolist())
+        return _plain(field, value.tolist())
     if isinstance(value, Mapping):
-        return {f"{type(key).__name__} {key}": _plain(item) for key, item in value.items()}
+        return {f"{type(key).__name__} {key}": _plain(field, item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return [type(value).__qualname__, hashlib.blake2b(pickle.dumps(value)).hexdigest()]
+        return [_plain(field, item) for item in value]
+    return [type(value).__qualname__, hashlib.blake2b(_pickled(field, value)).hexdigest()]
+
+
+def _pickled(field: str, value: Any) -> bytes:
+    try:
+        return pickle.dumps(value)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ValueError(
+            f"{field} holds {value!r}, whose content cannot be compared between batches ({error}); "
+            "give data (texts, numbers, lists, arrays, picklable objects) and keep functions in the reward model"
+        ) from error

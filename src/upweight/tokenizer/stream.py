@@ -27,6 +27,10 @@ class TextStream:
         """The text that became final with this token, often empty."""
         return "" if token_id in self._skipped else self._decoder.push(token_id)
 
+    def pending(self) -> str:
+        """The text of the tokens held back if they spell whole characters so far, else empty. It may still change."""
+        return self._decoder.pending()
+
     def flush(self) -> str:
         """The rest: bytes of an unfinished character become U+FFFD. Ends the stream."""
         return self._decoder.flush()
@@ -41,6 +45,9 @@ class _ByteDecoder:
 
     def push(self, token_id: int) -> str:
         return self._utf8.decode(self._tokenizer.token_bytes(token_id))
+
+    def pending(self) -> str:
+        return ""  # only bytes of an unfinished character are held
 
     def flush(self) -> str:
         return self._utf8.decode(b"", final=True)
@@ -62,6 +69,14 @@ class _FallbackDecoder:
         self._held.append(token_id)
         piece = self._tokenizer.token_text(token_id)
         return "" if piece is None or byte_of_fallback(piece) is not None else self.flush()
+
+    def pending(self) -> str:
+        try:
+            text = b"".join(self._tokenizer.token_bytes(token_id) for token_id in self._held).decode()
+        except UnicodeDecodeError:
+            return ""
+        # At the very beginning the decoder may drop a space.
+        return self._decode(self._held) if text.startswith(" ") and not self._settled else text
 
     def flush(self) -> str:
         if not self._held:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from upweight.errors import RequestError
+from upweight.inference.checks import LEAST_TEMPERATURE, MOST_BIASES
 from upweight.inference.types import SamplingParams, TokenConstraint
 from upweight.server.worker import fields
 from upweight.server.worker.asked import Serving
@@ -14,8 +15,7 @@ from upweight.server.worker.fields import Body, refuse
 
 MOST_CHOICES = 128
 MOST_STOPS = 16
-MOST_BIASED = 1024
-LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-3, 100.0  # below the least, logits over it would leave float32
+MOST_TEMPERATURE = 100.0
 SEEDS = (-(2**63), 2**64 - 1)
 
 SAMPLING_FIELDS = {
@@ -96,8 +96,8 @@ def _stop_ids(body: Body, serving: Serving) -> list[int]:
 
 def _logit_bias(body: Body, serving: Serving) -> tuple[tuple[int, float], ...]:
     given = fields.object_of(body, "logit_bias")
-    if len(given) > MOST_BIASED:
-        raise RequestError(f"logit_bias has {len(given)} tokens; at most {MOST_BIASED} are allowed", field="logit_bias")
+    if len(given) > MOST_BIASES:
+        raise RequestError(f"logit_bias has {len(given)} tokens; at most {MOST_BIASES} are allowed", field="logit_bias")
     return tuple((_biased_id(name, serving), _bias(name, value)) for name, value in given.items() if value is not None)
 
 
