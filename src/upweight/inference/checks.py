@@ -9,7 +9,10 @@ from upweight.errors import RequestError
 from upweight.inference.types import SamplingParams
 from upweight.ops.sampling import MOST_ALTERNATIVES
 
-LEAST_TEMPERATURE = 1e-3
+LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-3, 100
+LEAST_REPETITION, MOST_REPETITION = 0.01, 100
+MOST_BIAS = 100  # in either direction, as of the penalties below
+MOST_PENALTY = 100
 MOST_BIASES = 1024
 
 
@@ -19,7 +22,7 @@ def check_request(prompt_ids: Sequence[int], params: SamplingParams, vocab_size:
         raise RequestError("the prompt is empty", field="prompt")
     _in_vocabulary("prompt", prompt_ids, vocab_size)
     _in_vocabulary("stop_ids", params.stop_ids, vocab_size)
-    _in_range("temperature", params.temperature, 0, 100)
+    _in_range("temperature", params.temperature, 0, MOST_TEMPERATURE)
     if 0 < params.temperature < LEAST_TEMPERATURE:  # logits over it would leave the range of float32
         raise RequestError(
             f"temperature is {params.temperature}; it must be 0 (greedy) or at least {LEAST_TEMPERATURE}",
@@ -31,9 +34,9 @@ def check_request(prompt_ids: Sequence[int], params: SamplingParams, vocab_size:
     if params.max_tokens is not None:
         _in_range("max_tokens", params.max_tokens, 0, None)
     _in_range("min_tokens", params.min_tokens, 0, None)
-    _in_range("frequency_penalty", params.frequency_penalty, -100, 100)
-    _in_range("presence_penalty", params.presence_penalty, -100, 100)
-    _in_range("repetition_penalty", params.repetition_penalty, 0.01, 100)
+    _in_range("frequency_penalty", params.frequency_penalty, -MOST_PENALTY, MOST_PENALTY)
+    _in_range("presence_penalty", params.presence_penalty, -MOST_PENALTY, MOST_PENALTY)
+    _in_range("repetition_penalty", params.repetition_penalty, LEAST_REPETITION, MOST_REPETITION)
     _in_range("rep_window", params.rep_window, 0, None)
     _in_range("top_logprobs", params.top_logprobs, 0, MOST_ALTERNATIVES)
     if params.seed is not None and (isinstance(params.seed, bool) or not isinstance(params.seed, int)):
@@ -49,9 +52,10 @@ def _check_bias(pairs: Sequence[tuple[int, float]], vocab_size: int) -> None:
         raise RequestError(f"logit_bias has {len(pairs)} entries; at most {MOST_BIASES}", field="logit_bias")
     _in_vocabulary("logit_bias", [token for token, _ in pairs], vocab_size)
     for token, value in pairs:
-        if not math.isfinite(value) or abs(value) > 100:
+        if not math.isfinite(value) or abs(value) > MOST_BIAS:
             raise RequestError(
-                f"logit_bias of token {token} is {value}; it must be from -100 to 100", field="logit_bias"
+                f"logit_bias of token {token} is {value}; it must be from -{MOST_BIAS} to {MOST_BIAS}",
+                field="logit_bias",
             )
 
 

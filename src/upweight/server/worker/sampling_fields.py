@@ -7,7 +7,14 @@ from collections.abc import Callable
 from typing import Any
 
 from upweight.errors import RequestError
-from upweight.inference.checks import LEAST_TEMPERATURE, MOST_BIASES
+from upweight.inference.checks import (
+    LEAST_REPETITION,
+    LEAST_TEMPERATURE,
+    MOST_BIAS,
+    MOST_BIASES,
+    MOST_REPETITION,
+    MOST_TEMPERATURE,
+)
 from upweight.inference.types import SamplingParams, TokenConstraint
 from upweight.server.worker import fields
 from upweight.server.worker.asked import Serving
@@ -15,7 +22,6 @@ from upweight.server.worker.fields import Body, refuse
 
 MOST_CHOICES = 128
 MOST_STOPS = 16
-MOST_TEMPERATURE = 100.0
 SEEDS = (-(2**63), 2**64 - 1)
 
 SAMPLING_FIELDS = {
@@ -45,7 +51,7 @@ def sampling_params(
         min_tokens=min_tokens,
         presence_penalty=fields.number(body, "presence_penalty", 0.0, -2, 2),
         frequency_penalty=fields.number(body, "frequency_penalty", 0.0, -2, 2),
-        repetition_penalty=fields.number(body, "repetition_penalty", 1.0, 0.01, 100),
+        repetition_penalty=fields.number(body, "repetition_penalty", 1.0, LEAST_REPETITION, MOST_REPETITION),
         rep_window=fields.whole(body, "rep_window", 64, 0, 2**31 - 1),
         logit_bias=_logit_bias(body, serving),
     )
@@ -111,9 +117,9 @@ def _biased_id(name: str, serving: Serving) -> int:
 
 
 def _bias(name: str, value: Any) -> float:
-    if not fields.is_number(value) or not -100 <= value <= 100:
+    if not fields.is_number(value) or not -MOST_BIAS <= value <= MOST_BIAS:
         raise RequestError(
-            f"logit_bias of token {name} is {fields.short(value)}; it must be a number from -100 to 100",
+            f"logit_bias of token {name} is {fields.short(value)}; it must be a number from -{MOST_BIAS} to {MOST_BIAS}",
             field="logit_bias",
         )
     return float(value)
