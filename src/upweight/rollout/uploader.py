@@ -40,6 +40,7 @@ FIRST_WAIT_S = 1.0
 MAX_WAIT_S = 30.0
 COLLECT_S = 0.1
 PARTS_OF_A_BATCH = 8
+CONFLICT, TOO_LARGE = 409, 413
 MAX_BYTES = 16 << 20  # of the samples in one request; one sample goes whatever its size
 
 
@@ -76,8 +77,8 @@ def check_told_size(batch_size: int, told: object) -> None:
         raise BatchSizeMismatch(f"batch_size is {batch_size} here but {told} on the server; use {told}")
 
 
-def _is_conflict(error: Exception) -> TypeGuard[BadRequestError]:
-    return isinstance(error, BadRequestError) and error.response is not None and error.response.status_code == 409
+def _is_refused_with(status: int, error: Exception) -> TypeGuard[BadRequestError]:
+    return isinstance(error, BadRequestError) and error.response is not None and error.response.status_code == status
 
 
 def _told_batch_size(refusal: BadRequestError) -> object:
@@ -97,10 +98,6 @@ def check_capacity(batch_size: int, batch: Batch) -> None:
             f"batch_size is {batch_size} here but batch {batch.index} on the server is {batch.status} "
             f"with {count} samples; use the batch_size of the job"
         )
-
-
-def _is_too_large(error: Exception) -> bool:
-    return isinstance(error, BadRequestError) and error.response is not None and error.response.status_code == 413
 
 
 def _within_bytes(samples: Iterable[StampedSample], max_bytes: int) -> list[StampedSample]:
@@ -141,7 +138,7 @@ def send_spooled(api_client: TokenFactory, plan: UploadPlan, spool: Spool) -> Re
         try:
             sent, stale, known = _send_some(api_client, plan, left, max_bytes)
         except (APIError, httpx.HTTPError) as error:
-            if _is_too_large(error) and max_bytes > 1:
+            if _is_refused_with(TOO_LARGE, error) and max_bytes > 1:
                 max_bytes //= 2
                 continue
             unsent = [sample.to_wire() for sample in left]
@@ -154,8 +151,8 @@ def send_spooled(api_client: TokenFactory, plan: UploadPlan, spool: Spool) -> Re
     new = total - stored_before - dropped
     logger.info(
         "Job %s resumed: of %d samples of an earlier run %d were stored already, %d are stored now, %d have become too "
-        "stale or found no place; 0 lost, 0 doubled",
-        *(plan.job_id, total, stored_before, new, dropped),
+        "stale or found no place; %d lost, 0 doubled",  # doubled: the server keeps one sample of an id
+        *(plan.job_id, total, stored_before, new, dropped, dropped),
     )
     return Resumed(total, stored_before, dropped)
 
@@ -310,13 +307,13 @@ class Uploader(threading.Thread):
         try:
             batch = batches.submit_encoded(job_id=self._plan.job_id, batch_index=index, samples=bodies)
         except (APIError, httpx.HTTPError) as error:
-            if _is_too_large(error) and len(chunk) > 1:
+            if _is_refused_with(TOO_LARGE, error) and len(chunk) > 1:
                 self._max_bytes = sum(map(len, bodies)) // 2
                 logger.info(
                     "Job %s: the server takes no %d samples at once; fewer are sent", self._plan.job_id, len(chunk)
                 )
                 return
-            if not _is_conflict(error):
+            if not _is_refused_with(CONFLICT, error):
                 self._uncertain.update(sample.id for sample in chunk)
                 raise
             self._resynchronise(error)
@@ -404,7 +401,7 @@ class Uploader(threading.Thread):
         self._failing_since = self._failing_since or now
         self._failures += 1
         self.last_error = f"{type(error).__name__}: {error}"
-        is_conflict = _is_conflict(error)
+        is_conflict = _is_refused_with(CONFLICT, error)
         if isinstance(error, NotFoundError):
             self._opened = self._batch_index - 1  # open it again
         failing_for = now - self._failing_since
