@@ -72,7 +72,7 @@ class DemoRun:
                 return self._go_with(server, client)
             except UpweightError:
                 raise
-            except Exception as error:
+            except Exception as error:  # whatever it looks like from here, a server that ended is the cause
                 if (why := server.ended()) is not None:
                     raise ServerError(f"the server ended: {why}") from error
                 raise

@@ -215,7 +215,7 @@ class Engine:
         try:
             while not self._stopping and self._dead is None:
                 self._turn()
-        except BaseException as error:
+        except BaseException as error:  # whatever ends the loop, those who wait are told why
             self._dead = f"the engine could not recover: {type(error).__name__}: {error}"
             log.exception("the engine's loop ended")
         finally:
@@ -271,7 +271,7 @@ class Engine:
         self.runner.params = params
         try:
             made = self.fingerprint()
-        except BaseException:
+        except BaseException:  # half a swap must not stay, whatever broke it
             self.runner.params = before
             raise
         self.scheduler.set_version(version)
@@ -466,5 +466,5 @@ def _guarded(callback: Callable[[Any], None], value: Any) -> None:
     """A caller's callback must not take the loop down."""
     try:
         callback(value)
-    except Exception:
+    except Exception:  # the caller's code
         log.exception("callback of a request failed")

@@ -131,7 +131,7 @@ class RolloutDispatcher(threading.Thread):
                 self._settle_outcomes()
                 self._expire()
                 self._start_attempts()
-        except BaseException as error:
+        except BaseException as error:  # the run must learn of it, or it would wait for ever
             logger.exception("The rollout dispatcher died")
             self._output.put(Broken(error))
             if not isinstance(error, Exception):

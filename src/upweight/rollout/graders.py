@@ -126,7 +126,7 @@ class GraderPool:
             began = time.monotonic()
             outcome = child.call(args, kw, self._timeout)
             seconds = time.monotonic() - began
-        except BaseException:
+        except BaseException:  # interrupted: the child may still be at work
             self._give_back(child, keep=False)
             raise
         self._give_back(child, keep=outcome.is_usable)

@@ -165,7 +165,7 @@ class Run:
         self._watch = WaitWatch()  # from now on rollouts can start
         try:
             reason = self._loop()
-        except BaseException as error:
+        except BaseException as error:  # on every way out threads and workers end
             self._end(helpers, is_urgent=isinstance(error, KeyboardInterrupt))
             raise
         self._end(helpers)
@@ -176,7 +176,7 @@ class Run:
         deadline = time.monotonic() + (0.0 if is_urgent else self._config.shutdown_timeout)
         try:
             self._send_rest(deadline)
-        except BaseException:
+        except BaseException:  # an interrupt as well: no more waiting
             deadline = time.monotonic()
             raise
         finally:
