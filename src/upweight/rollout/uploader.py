@@ -77,7 +77,7 @@ def check_told_size(batch_size: int, told: object) -> None:
         raise BatchSizeMismatch(f"batch_size is {batch_size} here but {told} on the server; use {told}")
 
 
-def _is_refused_with(status: int, error: Exception) -> TypeGuard[BadRequestError]:
+def _is_refused_with(error: Exception, status: int) -> TypeGuard[BadRequestError]:
     return isinstance(error, BadRequestError) and error.response is not None and error.response.status_code == status
 
 
@@ -138,7 +138,7 @@ def send_spooled(api_client: TokenFactory, plan: UploadPlan, spool: Spool) -> Re
         try:
             sent, stale, known = _send_some(api_client, plan, left, max_bytes)
         except (APIError, httpx.HTTPError) as error:
-            if _is_refused_with(TOO_LARGE, error) and max_bytes > 1:
+            if _is_refused_with(error, TOO_LARGE) and max_bytes > 1:
                 max_bytes //= 2
                 continue
             unsent = [sample.to_wire() for sample in left]
@@ -307,13 +307,13 @@ class Uploader(threading.Thread):
         try:
             batch = batches.submit_encoded(job_id=self._plan.job_id, batch_index=index, samples=bodies)
         except (APIError, httpx.HTTPError) as error:
-            if _is_refused_with(TOO_LARGE, error) and len(chunk) > 1:
+            if _is_refused_with(error, TOO_LARGE) and len(chunk) > 1:
                 self._max_bytes = sum(map(len, bodies)) // 2
                 logger.info(
                     "Job %s: the server takes no %d samples at once; fewer are sent", self._plan.job_id, len(chunk)
                 )
                 return
-            if not _is_refused_with(CONFLICT, error):
+            if not _is_refused_with(error, CONFLICT):
                 self._uncertain.update(sample.id for sample in chunk)
                 raise
             self._resynchronise(error)
@@ -401,7 +401,7 @@ class Uploader(threading.Thread):
         self._failing_since = self._failing_since or now
         self._failures += 1
         self.last_error = f"{type(error).__name__}: {error}"
-        is_conflict = _is_refused_with(CONFLICT, error)
+        is_conflict = _is_refused_with(error, CONFLICT)
         if isinstance(error, NotFoundError):
             self._opened = self._batch_index - 1  # open it again
         failing_for = now - self._failing_since
