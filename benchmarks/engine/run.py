@@ -1,6 +1,6 @@
 """Tokens per second of the engine, as a share of the machine's roofline and beside Hugging Face `generate` in the same run.
 
-    python -m benchmarks.engine.run [--cases group,top_p,mixed,single] [--runs 3] [--peer hf --peer-python VENV/bin/python]
+    python -m benchmarks.engine.run [--cases group,top_p,mixed,single,…] [--runs 3] [--peer hf --peer-python VENV/bin/python]
                                     [--device gpu] [--http] [--cache FOLDER]
 
 Runs of the two sides alternate, each side in a process of its own that waits while the other works. The weights are SmolLM2-135M's.
@@ -77,7 +77,7 @@ def compare(ours: Side, peer: Side | None, cases: list[str], runs: int) -> dict[
                 times[name].append(side.ask(case, run))
         roof = {name: median(one[name] for one in rooflines) for name in rooflines[0]}
         result: dict[str, Any] = {name: rates(found) for name, found in times.items()}
-        bound = roof["memory_bound_tokens_per_s" if case == "single" else "product_bound_tokens_per_s"]
+        bound = roof["memory_bound_tokens_per_s" if case.startswith("single") else "product_bound_tokens_per_s"]
         result["roofline"] = roof
         result["share_of_roofline"] = result["upweight"]["tokens_per_s"] / bound
         result["compiled_after_warm_up"] = sum(run["compiled"] for run in times["upweight"])
@@ -89,7 +89,7 @@ def compare(ours: Side, peer: Side | None, cases: list[str], runs: int) -> dict[
             result["times_hf_cpu"] = median(theirs["cpu_seconds"] / own["cpu_seconds"] for own, theirs in pairs)
         results[case] = result
         last = times["upweight"][-1]
-        results["programs"] = {"count": last["programs"], "compile_seconds": last["compile_seconds"]}
+        results["warm_up"] = {name: last[name] for name in ("programs", "compile_seconds", "warm_up_seconds")}
         print(case, json.dumps(result), file=sys.stderr, flush=True)
     return results
 

@@ -24,7 +24,10 @@ class Workload:
 
 
 def workload(name: str, seed: int) -> Workload:
-    """`group`: 4 prompts × 8 of 64 + 128 tokens; `top_p`: the same at top-p 0.9; `mixed`: 32 prompts, uneven answers; `single`."""
+    """`group`: 4 prompts × 8 of 64 + 128 tokens; `top_p`: the same at top-p 0.9; `mixed`: 32 prompts, uneven answers.
+
+    `single`: one prompt, 128 tokens, in an engine for one row; `single_of_32`: the same in an engine for 32.
+    """
     draw = random.Random(seed)
 
     def prompt() -> list[int]:
@@ -38,4 +41,5 @@ def workload(name: str, seed: int) -> Workload:
     return Workload([prompt()], [128])
 
 
-NAMES = ("group", "top_p", "mixed", "single")
+NAMES = ("group", "top_p", "mixed", "single", "single_of_32")
+CONTEXT = 64 + max(MIXED_LENGTHS)

@@ -13,7 +13,13 @@ from benchmarks.engine.workloads import NAMES, VOCABULARY, workload
 
 @pytest.mark.parametrize(
     ("name", "rows", "distinct", "tokens"),
-    [("group", 32, 4, 4096), ("top_p", 32, 4, 4096), ("mixed", 32, 32, 1940), ("single", 1, 1, 128)],
+    [
+        ("group", 32, 4, 4096),
+        ("top_p", 32, 4, 4096),
+        ("mixed", 32, 32, 1940),
+        ("single", 1, 1, 128),
+        ("single_of_32", 1, 1, 128),
+    ],
 )
 def test_the_pieces_of_work(name: str, rows: int, distinct: int, tokens: int) -> None:
     work = workload(name, 1)

@@ -64,6 +64,7 @@ def inputs(rows: int, **given: float) -> SamplingInputs:
         min_p=np.full(rows, given.get("min_p", 0.0), np.float32),
         seed=np.stack([np.zeros(rows), np.arange(rows)], axis=1).astype(np.uint32),
         drawn=np.zeros(rows, np.int32),
+        alternatives=np.full(rows, bool(given.get("alternatives", False))),
     )
 
 
@@ -177,7 +178,7 @@ def test_only_allowed_tokens_are_drawn() -> None:
 
 def test_alternatives_are_the_likeliest_of_the_distribution_drawn_from() -> None:
     logits = np.random.default_rng(4).standard_normal((2, VOCAB)).astype(np.float32)
-    settings_ = inputs(2, temperature=0.5)._replace(temperature=np.array([0.5, 0.0], np.float32))
+    settings_ = inputs(2, temperature=0.5, alternatives=True)._replace(temperature=np.array([0.5, 0.0], np.float32))
     out = draw(logits, settings_, filtered=False, alternatives=True)
     for row, scale in enumerate([0.5, 1.0]):
         expected = logprobs_of(list(logits[row].astype(np.float64) / scale))

@@ -31,6 +31,7 @@ from upweight.inference.runner import CACHE_BYTES, Drawn, ModelRunner, Scored
 from upweight.inference.scheduler import Row, Scheduler
 from upweight.inference.swaps import CacheOnUpdate, OnUpdate, Swap, WeightSwaps, check_policies, fitted
 from upweight.inference.types import FinishReason, GenerationOutput, OnDone, OnText, Request, SamplingParams, TextPiece
+from upweight.inference.warm_up import WarmUp, warm_up
 from upweight.models.config import DecoderConfig
 from upweight.models.layers import Params
 from upweight.tokenizer import Tokenizer
@@ -107,6 +108,15 @@ class Engine:
             self._thread.start()
         return self
 
+    def warm_up(self, context: int = 512, *, prompt_logprobs: bool = False) -> WarmUp:
+        """Compiles what requests with prompts and answers of up to `context` tokens need, so that none of them waits for it later.
+
+        Before `start` only. Without it each shape is compiled in the step that meets it first, and all rows wait meanwhile.
+        """
+        if self._thread is not None:
+            raise EngineError("warm_up comes before start")
+        return warm_up(self.runner, min(context, self.max_context), prompt_logprobs=prompt_logprobs)
+
     def stop(self) -> None:
         """Aborts what is running and ends the loop."""
         with self._wake:
@@ -116,6 +126,12 @@ class Engine:
             self._close_down("the engine was stopped")
         elif self._thread is not threading.current_thread():
             self._thread.join()
+
+    def __enter__(self) -> Engine:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
 
     @property
     def version(self) -> int:

@@ -1,8 +1,9 @@
-"""What the engine compiles: prefill over pages, decode over slots, and the copy of pages into slots.
+"""What the engine compiles: prefill over pages, decode over slots, draws from its logits, and the copy of pages into slots.
 
 Two stores are kept per layer. Pages hold keys and values of every known token, one token a page. The decode cache holds the rows
 that decode, one slot a row, laid out for the products of a decode step (`slots` says why). Both are donated from step to step and
-updated in place. Layers are unrolled, because carrying a store through a scan would copy it.
+updated in place. Layers are unrolled, because carrying a store through a scan would copy it. A draw is a program of its own, so that
+what it is asked for never compiles the layers again.
 
 Axes: B rows, T tokens, W width of a page table or slot, K key/value heads, N heads, D head size, H hidden, V vocabulary.
 """
@@ -28,7 +29,7 @@ from upweight.models.layers import (
     rope_angles,
 )
 from upweight.ops.logprobs import target_logprobs
-from upweight.ops.sampling import Adjustments, Draw, SamplingInputs, draw
+from upweight.ops.sampling import draw
 
 Pages = list[tuple[jax.Array, jax.Array]]
 """Per layer keys and values, each [pages, K·D]."""
@@ -187,45 +188,21 @@ class Programs:
             )
             return pages, logprobs.reshape(next_BT.shape)
 
-        def decode(
-            params: Params,
-            pages: Pages,
-            cache: Cache,
-            inputs: dict[str, jax.Array],
-            sampling: SamplingInputs,
-            adjustments: Adjustments | None,
-            filtered: bool,
-            alternatives: bool,
-        ) -> tuple[Pages, Cache, Draw]:
+        def forward(
+            params: Params, pages: Pages, cache: Cache, inputs: dict[str, jax.Array]
+        ) -> tuple[Pages, Cache, jax.Array]:
             pages, cache, hidden = run_over_slots(config, how, params, pages, cache, **inputs)
-            drawn = draw(
-                logits_of(config, params, hidden), sampling, adjustments, filtered=filtered, alternatives=alternatives
-            )
-            return pages, cache, drawn
+            return pages, cache, logits_of(config, params, hidden)
 
-        def decode_from_pages(
-            params: Params,
-            pages: Pages,
-            inputs: dict[str, jax.Array],
-            sampling: SamplingInputs,
-            adjustments: Adjustments | None,
-            filtered: bool,
-            alternatives: bool,
-        ) -> tuple[Pages, Draw]:
+        def forward_from_pages(params: Params, pages: Pages, inputs: dict[str, jax.Array]) -> tuple[Pages, jax.Array]:
             pages, hidden = run_over_pages(config, how, params, pages, **inputs)
-            drawn = draw(
-                logits_of(config, params, hidden[:, 0]),
-                sampling,
-                adjustments,
-                filtered=filtered,
-                alternatives=alternatives,
-            )
-            return pages, drawn
+            return pages, logits_of(config, params, hidden[:, 0])
 
         self.prefill = jax.jit(prefill, donate_argnums=1)
         self.prefill_scored = jax.jit(prefill_scored, donate_argnums=1)
-        self.decode = jax.jit(decode, donate_argnums=(1, 2), static_argnums=(6, 7))
-        self.decode_from_pages = jax.jit(decode_from_pages, donate_argnums=1, static_argnums=(5, 6))
+        self.forward = jax.jit(forward, donate_argnums=(1, 2))
+        self.forward_from_pages = jax.jit(forward_from_pages, donate_argnums=1)
+        self.draw = jax.jit(draw, static_argnames=("filtered", "alternatives"))
         self.load_all = jax.jit(lambda pages, table: load_all(config, how, pages, table))
         self.load_some = jax.jit(
             lambda cache, pages, slots, table: load_some(config, how, cache, pages, slots, table), donate_argnums=0

@@ -1,7 +1,8 @@
 """The device side of the engine: weights, key-value stores and the calls of the compiled steps.
 
-Shapes come from a small grid: decode runs 2, 8, … or `max_rows` slots, prefill 1, 4 or 16 rows of 16, 64 or 256 tokens; page tables
-and slots have a bucketed width.
+Shapes come from a small grid: decode runs 2, 8, 16, … or `max_rows` slots, prefill 1, 4 or 16 rows of 16, 64 or 256 tokens; page
+tables and slots have a bucketed width. A product of one row has other last bits than one of several, so a row that may ever have
+others beside it is never computed alone: only an engine for one row decodes one.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from upweight.inference.slots import Slots
 from upweight.inference.step_inputs import adjustments, sampling_inputs
 from upweight.models.config import DecoderConfig
 from upweight.models.layers import Params
-from upweight.ops.packing import bucket
+from upweight.ops.packing import bucket, power_bucket
 from upweight.ops.sampling import Draw
 
-_PREFILL_ROWS = (1, 4, 16)
-_PREFILL_TOKENS = (16, 64, 256)
+PREFILL_ROWS = (1, 4, 16)
+PREFILL_TOKENS = (16, 64, 256)
+_LOADED = 4  # slots that one call loads
 _WIDTH = 64
 CACHE_BYTES = 1 << 30  # beyond it decode gathers pages in every step: slower, but without a second copy of them
 
@@ -65,14 +67,18 @@ class ModelRunner:
         self._slots = Slots()
         self._most_cached = cache_bytes // token_bytes(config, params)
         self._shapes: set[tuple[object, ...]] = set()
-        self._row_sizes = sorted({size for size in (2, 8) if size < max_rows} | {max(2, max_rows)})
+        self.row_sizes = sorted({size for size in (2, 8, 16) if size < max_rows} | {max_rows})
 
     def reset(self) -> None:
         """Empty stores, for instance because a step failed that they were given away to."""
         self._pages = []  # freed before new ones are made
+        self.empty_slots()
+        self._pages = empty_pages(self.config, self.params, self._num_pages)
+
+    def empty_slots(self) -> None:
+        """Rows that decode next are loaded from their pages."""
         self._cache = None
         self._slots.clear()
-        self._pages = empty_pages(self.config, self.params, self._num_pages)
 
     @property
     def num_programs(self) -> int:
@@ -83,9 +89,9 @@ class ModelRunner:
         """Computes keys and values of the pieces, in order; a later piece may build on an earlier one."""
         scored: list[Scored] = []
         for group in _prefill_groups(pieces):
-            rows = _round_up(len(group), _PREFILL_ROWS)
-            length = _round_up(max(piece.count for piece in group), _PREFILL_TOKENS)
-            width = bucket(max(piece.start + piece.count for piece in group), _WIDTH)
+            rows = _round_up(len(group), PREFILL_ROWS)
+            length = _round_up(max(piece.count for piece in group), PREFILL_TOKENS)
+            width = power_bucket(max(piece.start + piece.count for piece in group), _WIDTH)
             tokens, positions, write = np.zeros((3, rows, length), np.int32)
             for b, piece in enumerate(group):
                 span = slice(piece.start, piece.start + piece.count)
@@ -103,7 +109,7 @@ class ModelRunner:
 
     def decode(self, rows: Sequence[Row]) -> Drawn:
         """Computes each row's last token and draws its next one."""
-        size = _round_up(len(rows), self._row_sizes)
+        size = _round_up(len(rows), self.row_sizes)
         width = bucket(max(len(row.tokens) for row in rows), _WIDTH)
         if size * width > self._most_cached:
             return self._decode_from_pages(rows, size, width)
@@ -113,13 +119,12 @@ class ModelRunner:
             last = len(row.tokens) - 1
             tokens[slot], positions[slot], write[slot] = row.tokens[last], last, row.pages[last]
         inputs = {"tokens_B": tokens, "positions_B": positions, "write_B": write}
-        settings = self._settings("decode", rows, slots, size, width)
-        self._pages, self._cache, drawn = self.programs.decode(self.params, self._pages, self._cache, inputs, *settings)
-        return _taken(drawn, rows, slots)
+        self._shapes.add(("forward", size, width))
+        self._pages, self._cache, logits = self.programs.forward(self.params, self._pages, self._cache, inputs)
+        return self._draw(logits, rows, slots)
 
     def _decode_from_pages(self, rows: Sequence[Row], size: int, width: int) -> Drawn:
-        self._slots.clear()
-        self._cache = None
+        self.empty_slots()
         tokens, positions, write = np.zeros((3, size, 1), np.int32)
         for b, row in enumerate(rows):
             last = len(row.tokens) - 1
@@ -127,39 +132,42 @@ class ModelRunner:
         table = _page_table([(row, len(row.tokens)) for row in rows], size, width)
         inputs = {"tokens_BT": tokens, "positions_BT": positions, "table_BW": table, "write_BT": write}
         slots = range(len(rows))
-        settings = self._settings("decode from pages", rows, slots, size, width)
-        self._pages, drawn = self.programs.decode_from_pages(self.params, self._pages, inputs, *settings)
-        return _taken(drawn, rows, slots)
+        self._shapes.add(("forward from pages", size, width))
+        self._pages, logits = self.programs.forward_from_pages(self.params, self._pages, inputs)
+        return self._draw(logits, rows, slots)
 
     def _load(self, rows: Sequence[Row], size: int, width: int) -> list[int]:
         """Slots of the rows, those that are new loaded from their pages."""
         placement = self._slots.place(rows, size, width)
-        count = size if placement.fresh else _round_up(len(placement.load), (0, *self._row_sizes))
-        if count == 0:
-            return placement.slots
-        new = [rows[at] for at in placement.load]
-        table = _page_table([(row, len(row.tokens) - 1) for row in new], count, width)
+        new = [(rows[at], placement.slots[at]) for at in placement.load]
         if placement.fresh:
             self._cache = None  # freed before the new one is made
-            self._shapes.add(("load", size, width))
+            self._shapes.add(("load all", size, width))
+            table = _page_table([(row, len(row.tokens) - 1) for row, _ in new], size, width)
             self._cache = self.programs.load_all(self._pages, table)
-        else:
+            return placement.slots
+        count = min(_LOADED, size)
+        for at in range(0, len(new), count):
+            some = new[at : at + count]
             numbers = np.full(count, size, np.int32)
-            numbers[: len(new)] = [placement.slots[at] for at in placement.load]
-            self._shapes.add(("load", count, size, width))
+            numbers[: len(some)] = [slot for _, slot in some]
+            table = _page_table([(row, len(row.tokens) - 1) for row, _ in some], count, width)
+            self._shapes.add(("load some", size, width))
             self._cache = self.programs.load_some(self._cache, self._pages, numbers, table)
         return placement.slots
 
-    def _settings(
-        self, kind: str, rows: Sequence[Row], slots: Sequence[int], size: int, width: int
-    ) -> tuple[Any, Any, bool, bool]:
-        vocab = self.config.vocab_size
-        changes = adjustments(rows, slots, size, vocab)
-        filtered = any(row.request.params.filtered for row in rows)
+    def _draw(self, logits: Any, rows: Sequence[Row], slots: Sequence[int]) -> Drawn:
+        """By one of few programs: plain, with filters, or with everything that a request may ask for."""
+        size, vocab = logits.shape
         alternatives = any(row.request.params.top_logprobs for row in rows)
+        changes = adjustments(rows, slots, size, vocab, even_if_none=alternatives)
+        everything = changes is not None
+        filtered = everything or any(row.request.params.filtered for row in rows)
         shapes = None if changes is None else tuple(getattr(x, "shape", None) for x in changes)
-        self._shapes.add((kind, size, width, filtered, alternatives, shapes))
-        return sampling_inputs(rows, slots, size, vocab), changes, filtered, alternatives
+        self._shapes.add(("draw", size, filtered, shapes))
+        settings = sampling_inputs(rows, slots, size, vocab)
+        drawn = self.programs.draw(logits, settings, changes, filtered=filtered, alternatives=everything)
+        return _taken(drawn, rows, slots, alternatives)
 
     def _prefill_scored(self, group: Sequence[PrefillPiece], inputs: dict[str, np.ndarray]) -> list[Scored]:
         rows, length = inputs["tokens_BT"].shape
@@ -175,6 +183,16 @@ class ModelRunner:
         return [Scored(piece.row, piece.start, host[b, : piece.count].tolist()) for b, piece in enumerate(group)]
 
 
+def slot_widths(most: int) -> list[int]:
+    """Widths of slots that rows of up to `most` tokens meet."""
+    return sorted({bucket(n, _WIDTH) for n in range(1, most + 1)})
+
+
+def page_widths(most: int) -> list[int]:
+    """Widths of page tables that the prefill of rows of up to `most` tokens meets."""
+    return sorted({power_bucket(n, _WIDTH) for n in range(1, most + 1)})
+
+
 def _page_table(rows: Sequence[tuple[Row, int]], size: int, width: int) -> np.ndarray:
     """[size, width] pages of each row's first tokens; page 0 elsewhere."""
     table = np.zeros((size, width), np.int32)
@@ -183,11 +201,11 @@ def _page_table(rows: Sequence[tuple[Row, int]], size: int, width: int) -> np.nd
     return table
 
 
-def _taken(drawn: Draw, rows: Sequence[Row], slots: Sequence[int]) -> Drawn:
+def _taken(drawn: Draw, rows: Sequence[Row], slots: Sequence[int], alternatives: bool) -> Drawn:
     host = jax.device_get(drawn)
     at = np.asarray(slots)
     best = None
-    if host.best_ids is not None:
+    if alternatives and host.best_ids is not None:
         best = [
             [(int(t), float(x)) for t, x in zip(ids[: row.request.params.top_logprobs], values, strict=False)]
             for row, ids, values in zip(rows, host.best_ids[at], host.best_logprobs[at], strict=True)
@@ -204,7 +222,7 @@ def _prefill_groups(pieces: Sequence[PrefillPiece]) -> list[list[PrefillPiece]]:
 
     A row stands in a group at most once, and short pieces do not share a call with long ones: they would all be padded.
     """
-    longest = _PREFILL_TOKENS[-1]
+    longest = PREFILL_TOKENS[-1]
     split = [
         PrefillPiece(piece.row, piece.start + at, min(longest, piece.count - at))
         for piece in pieces
@@ -212,9 +230,9 @@ def _prefill_groups(pieces: Sequence[PrefillPiece]) -> list[list[PrefillPiece]]:
     ]
     groups: list[list[PrefillPiece]] = []
     for piece in split:
-        size = _round_up(piece.count, _PREFILL_TOKENS)
+        size = _round_up(piece.count, PREFILL_TOKENS)
         last = groups[-1] if groups else []
-        fits = last and len(last) < _PREFILL_ROWS[-1] and _round_up(last[0].count, _PREFILL_TOKENS) == size
+        fits = last and len(last) < PREFILL_ROWS[-1] and _round_up(last[0].count, PREFILL_TOKENS) == size
         if fits and size < longest:
             last.append(piece)
         else:

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from upweight.inference.scheduler import Row
-from upweight.ops.packing import power_bucket
 from upweight.ops.sampling import Adjustments, SamplingInputs
 
 LEAST_RECENT, LEAST_BIAS = 64, 16
@@ -20,18 +19,22 @@ def sampling_inputs(rows: Sequence[Row], slots: Sequence[int], size: int, vocab_
     min_p = np.zeros(size, np.float32)
     top_k, drawn = np.zeros((2, size), np.int32)
     seed = np.zeros((size, 2), np.uint32)
+    alternatives = np.zeros(size, np.bool_)
     for row, slot in zip(rows, slots, strict=True):
         params = row.request.params
         temperature[slot], top_p[slot], min_p[slot] = params.temperature, params.top_p, params.min_p
         top_k[slot] = min(params.top_k, vocab_size)
         seed[slot] = row.seed >> 32, row.seed & 0xFFFFFFFF
         drawn[slot] = row.num_output
-    return SamplingInputs(temperature, top_k, top_p, min_p, seed, drawn)  # type: ignore[arg-type]
+        alternatives[slot] = params.top_logprobs > 0
+    return SamplingInputs(temperature, top_k, top_p, min_p, seed, drawn, alternatives)  # type: ignore[arg-type]
 
 
-def adjustments(rows: Sequence[Row], slots: Sequence[int], size: int, vocab_size: int) -> Adjustments | None:
-    """What rows ask for beyond temperature and filters; None when no row asks for anything."""
-    if not any(row.request.params.adjusted for row in rows):
+def adjustments(
+    rows: Sequence[Row], slots: Sequence[int], size: int, vocab_size: int, *, even_if_none: bool = False
+) -> Adjustments | None:
+    """What rows ask for beyond temperature and filters; None when no row asks for anything, unless `even_if_none`."""
+    if not even_if_none and not any(row.request.params.adjusted for row in rows):
         return None
     biases: list[list[tuple[int, float]]] = [[] for _ in range(size)]
     recent: list[list[tuple[int, float]]] = [[] for _ in range(size)]
@@ -57,7 +60,9 @@ def adjustments(rows: Sequence[Row], slots: Sequence[int], size: int, vocab_size
 
 def _table(lists: Sequence[Sequence[tuple[int, float]]], least: int) -> tuple[np.ndarray, np.ndarray]:
     """Ids and values [rows, widest]; id −1 where a row has none."""
-    width = power_bucket(max(map(len, lists)), least)
+    width = least
+    while width < max(map(len, lists)):
+        width *= 8
     ids = np.full((len(lists), width), -1, np.int32)
     values = np.zeros((len(lists), width), np.float32)
     for b, pairs in enumerate(lists):

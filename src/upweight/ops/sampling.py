@@ -26,6 +26,7 @@ class SamplingInputs(NamedTuple):
     min_p: jax.Array  # float32 [B]; 0 = off
     seed: jax.Array  # uint32 [B,2]
     drawn: jax.Array  # int32 [B], tokens that the row has drawn before
+    alternatives: jax.Array  # bool [B], whether its likeliest tokens are wanted
 
 
 class Adjustments(NamedTuple):
@@ -57,7 +58,10 @@ def draw(
     filtered: bool,
     alternatives: bool = False,
 ) -> Draw:
-    """`filtered` False and `adjustments` None leave those steps out for the whole batch: cheaper programs for the usual case."""
+    """One token a row. `filtered` and `alternatives` False and `adjustments` None leave those steps out for the whole batch.
+
+    With `alternatives` the likeliest tokens are found where `inputs.alternatives` wants them for any row, else they are zeros.
+    """
     logits = jnp.asarray(logits_BV, jnp.float32)
     greedy = inputs.temperature <= 0
     allowed = logits if adjustments is None else _before_temperature(logits, adjustments)
@@ -78,8 +82,15 @@ def draw(
     drawn = Draw(token, jnp.where(greedy, raw, own), raw)
     if not alternatives:
         return drawn
-    shown = jnp.where(greedy[:, None], logits - raw_total[:, None], scaled - total[:, None])
-    values, ids = jax.lax.top_k(shown, min(MOST_ALTERNATIVES, shown.shape[-1]))
+    count = min(MOST_ALTERNATIVES, logits.shape[-1])
+
+    def likeliest() -> tuple[jax.Array, jax.Array]:
+        shown = jnp.where(greedy[:, None], logits - raw_total[:, None], scaled - total[:, None])
+        values, ids = jax.lax.top_k(shown, count)
+        return values, ids
+
+    nothing = jnp.zeros((logits.shape[0], count), jnp.float32), jnp.zeros((logits.shape[0], count), jnp.int32)
+    values, ids = jax.lax.cond(jnp.any(inputs.alternatives), likeliest, lambda: nothing)
     return drawn._replace(best_ids=ids, best_logprobs=values)
 
 
