@@ -6,6 +6,8 @@ Invariants:
 * Every accepted request is answered exactly once through its `on_done`, whatever happens to it or to the engine.
 * Weights change only between two steps; each token carries the version that drew it.
 * A request that fails, fails alone; an exception in a step fails the rows of that step and the loop goes on with an empty store.
+* A step that does not come back in time fails every request there is, and new ones are refused until it does; one that never does
+  ends the engine.
 """
 
 from __future__ import annotations
@@ -19,19 +21,20 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
-from upweight.errors import EngineError
+from upweight.errors import ConfigError, EngineError
 from upweight.inference.answer import AnswerText
 from upweight.inference.checks import check_request
+from upweight.inference.live import Live, guarded
 from upweight.inference.metrics import EngineMetrics, RequestTimes
 from upweight.inference.programs import token_bytes
 from upweight.inference.runner import CACHE_BYTES, Drawn, ModelRunner, Scored
 from upweight.inference.scheduler import Row, Scheduler
 from upweight.inference.swaps import CacheOnUpdate, OnUpdate, Swap, WeightSwaps, check_policies, fitted
-from upweight.inference.types import FinishReason, GenerationOutput, OnDone, OnText, Request, SamplingParams, TextPiece
+from upweight.inference.types import FinishReason, GenerationOutput, OnDone, OnText, Request, SamplingParams
 from upweight.inference.warm_up import WarmUp, warm_up
+from upweight.inference.watchdog import PATIENCE, Watchdog
 from upweight.models.config import DecoderConfig
 from upweight.models.layers import Params
 from upweight.tokenizer import Tokenizer
@@ -41,24 +44,13 @@ log = logging.getLogger(__name__)
 
 STORE_BYTES = 768 << 20
 MAX_FAILURES = 3
+STEP_TIMEOUT = 600.0
 NOT_FINITE = EngineError("the model gave logits that are not finite")
 _IDS = itertools.count(1)  # of all engines of this process: no two requests ever have the same
 
 
 class EngineBusy(EngineError):
     """The queue is full; try again later."""
-
-
-@dataclass
-class _Live:
-    """A request with the row and text it has grown so far."""
-
-    request: Request
-    row: Row
-    answer: AnswerText
-    output: GenerationOutput
-    times: RequestTimes
-    told: int = 0  # tokens that were given out with pieces of text
 
 
 class Engine:
@@ -78,8 +70,11 @@ class Engine:
         version: int = 0,
         on_update: OnUpdate = "continue",
         cache_on_update: CacheOnUpdate = "version",
+        step_timeout: float = STEP_TIMEOUT,
     ) -> None:
         check_policies(on_update, cache_on_update)
+        if not 0 < step_timeout < math.inf:
+            raise ConfigError(f"step_timeout is {step_timeout}; it must be a positive number of seconds")
         self.config = config
         self.tokenizer = tokenizer
         self.max_context = min(max_context or config.max_context, config.max_context)
@@ -89,13 +84,15 @@ class Engine:
         self.scheduler.set_version(version)
         self.runner = ModelRunner(config, params, num_pages=pages, max_rows=max_rows, cache_bytes=cache_bytes)
         self.metrics = EngineMetrics()
-        self._live: dict[int, _Live] = {}
+        self._live: dict[int, Live] = {}
         self._orders: deque[Callable[[], None]] = deque()
         self.on_update: OnUpdate = on_update
         self._swaps = WeightSwaps(self.scheduler, on_update, self._install, self._abort_running)
         self._wake = threading.Condition()
         self._stopping = False
         self._dead: str | None = None
+        self._ended = threading.Event()
+        self._watchdog = Watchdog(step_timeout, on_late=self._step_is_late, on_lost=self._step_is_lost)
         self._closed = False
         self._thread: threading.Thread | None = None
         self._failures = 0
@@ -106,6 +103,7 @@ class Engine:
         if self._thread is None:
             self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
             self._thread.start()
+            self._watchdog.start()
         return self
 
     def warm_up(self, context: int = 512, *, prompt_logprobs: bool = False) -> WarmUp:
@@ -124,8 +122,8 @@ class Engine:
             self._wake.notify_all()
         if self._thread is None:
             self._close_down("the engine was stopped")
-        elif self._thread is not threading.current_thread():
-            self._thread.join()
+        elif self._thread is not threading.current_thread() and not self._watchdog.late:
+            self._ended.wait()
 
     def __enter__(self) -> Engine:
         return self.start()
@@ -143,12 +141,13 @@ class Engine:
 
     @property
     def alive(self) -> bool:
-        return self._dead is None and not self._stopping
+        """Whether requests are taken now."""
+        return self._dead is None and not self._stopping and not self._watchdog.late
 
     def wait_for_end(self) -> str | None:
         """Blocks until the loop has ended: why, if by itself after failures; None if it was stopped."""
         if self._thread is not None:
-            self._thread.join()
+            self._ended.wait()
         return self._dead
 
     def submit(
@@ -178,7 +177,8 @@ class Engine:
         """Raises what `submit` would raise now."""
         check_request(prompt_ids, params, self.config.vocab_size)
         if not self.alive:
-            raise EngineError(self._dead or "the engine is stopped")
+            late = "a step of the engine does not come back; try again later" if self._watchdog.late else None
+            raise EngineError(self._dead or late or "the engine is stopped")
         if self._waiting >= self.max_queue:
             raise EngineBusy(f"{self.max_queue} requests are waiting already")
 
@@ -235,7 +235,9 @@ class Engine:
             self._dead = f"the engine could not recover: {type(error).__name__}: {error}"
             log.exception("the engine's loop ended")
         finally:
+            self._watchdog.stop()
             self._close_down(self._dead or "the engine was stopped")
+            self._ended.set()
 
     def _turn(self) -> None:
         """One step, or a nap when there is nothing to do."""
@@ -258,9 +260,20 @@ class Engine:
                 self._abort(request_id, why)
             except Exception:  # whatever state a failed step left behind, the request is answered
                 log.exception("request %d", request_id)
-                live.output.error, live.output.finish_reason = why, FinishReason.ABORTED
                 self._live.pop(request_id, None)
-                _guarded(live.request.on_done, live.output)
+                live.answer(FinishReason.ABORTED, self.metrics)
+
+    def _step_is_late(self) -> None:
+        """The loop's thread waits for a step that may never end; nobody else shall."""
+        log.error("a step takes longer than %g s; %d requests fail", self._watchdog.limit, len(self._live))
+        for live in self._live.values():
+            live.output.error = f"EngineError: a step of the engine took longer than {self._watchdog.limit:g} s"
+            live.answer(FinishReason.ERROR, self.metrics)
+
+    def _step_is_lost(self) -> None:
+        self._dead = f"a step of the engine did not come back within {PATIENCE * self._watchdog.limit:g} s"
+        self._close_down(self._dead)
+        self._ended.set()
 
     def _take_orders(self) -> None:
         while self._orders:
@@ -274,10 +287,14 @@ class Engine:
         plan = self.scheduler.plan()
         if plan.empty:
             return swapped
-        self._take_scores(self.runner.prefill(plan.prefill))
+        with self._watchdog.step():
+            scored = self.runner.prefill(plan.prefill)
+        self._take_scores(scored)
         rows = self._constrained(plan.decode)
         if rows:
-            self._hand_out(rows, self.runner.decode(rows))
+            with self._watchdog.step():
+                drawn = self.runner.decode(rows)
+            self._hand_out(rows, drawn)
         self._failures = 0
         self.metrics.steps += 1
         return True
@@ -344,11 +361,16 @@ class Engine:
         try:
             self._begin(request, times)
         except Exception as error:  # noqa: BLE001 - the request's own parts; it fails alone
-            live = self._live.get(request.id)
-            output = GenerationOutput(prompt_len=len(request.prompt_ids)) if live is None else live.output
-            output.error, output.finish_reason = f"{type(error).__name__}: {error}", FinishReason.ERROR
-            self._live.pop(request.id, None)
-            _guarded(request.on_done, output)
+            why = f"{type(error).__name__}: {error}"
+            live = self._live.pop(request.id, None)
+            if live is None:
+                output = GenerationOutput(
+                    prompt_len=len(request.prompt_ids), finish_reason=FinishReason.ERROR, error=why
+                )
+                guarded(request.on_done, output)
+            else:
+                live.output.error = why
+                live.answer(FinishReason.ERROR, self.metrics)
 
     def _begin(self, request: Request, times: RequestTimes) -> None:
         params = request.params
@@ -367,7 +389,7 @@ class Engine:
         output = GenerationOutput(prompt_len=prompt_len, seed=seed)
         if params.prompt_logprobs:
             output.prompt_logprobs = [None] * prompt_len
-        live = _Live(request, row, AnswerText(self.tokenizer, params.stop), output, times)
+        live = Live(request, row, AnswerText(self.tokenizer, params.stop), output, times)
         self._live[request.id] = live
         self.metrics.requests += 1
         self.metrics.prompt_tokens += prompt_len
@@ -401,55 +423,20 @@ class Engine:
                 output.top_logprobs.append(drawn.best[at])
             self.metrics.token(self.scheduler.version, live.times)
             try:
-                self._go_on(live, token)
+                reason = live.push(token)
+                if reason is not None:
+                    self._end(live, reason)
             except Exception as error:  # noqa: BLE001 - the request's own parts; it fails alone
                 self._fail(row, error)
 
-    def _go_on(self, live: _Live, token: int) -> None:
-        """Ends the row if this was its last token, else gives out what text became final."""
-        if live.row.constraint is not None:
-            live.row.constraint.accept(token)
-        reason = self._finish_reason(live, token)
-        if reason is None:
-            self._give_text(live)
-        else:
-            self._end(live, reason)
-
-    def _finish_reason(self, live: _Live, token: int) -> FinishReason | None:
-        if token in live.row.stop_ids:
-            return FinishReason.STOP
-        live.answer.push(token)
-        if live.answer.stopped:
-            return FinishReason.STOP
-        return FinishReason.LENGTH if len(live.row.tokens) >= live.row.limit else None
-
-    def _give_text(self, live: _Live, *, last: bool = False) -> None:
-        if live.request.on_text is None:
-            return
-        text, end = live.answer.fresh(last=last)
-        if text:
-            told, live.told = live.told, end
-            output = live.output
-            piece = TextPiece(text=text, prompt_logprobs=output.prompt_logprobs, **output.lists(told, end))
-            _guarded(live.request.on_text, piece)
-
-    def _end(self, live: _Live, reason: FinishReason) -> None:
+    def _end(self, live: Live, reason: FinishReason) -> None:
         """Takes a row that the scheduler holds out of it, and answers."""
         self.scheduler.finish(live.row)
         self._close(live, reason)
 
-    def _close(self, live: _Live, reason: FinishReason) -> None:
-        try:
-            live.answer.flush()
-            self._give_text(live, last=True)
-        except Exception as error:  # the request's own parts; it is answered all the same
-            log.exception("text of request %d", live.request.id)
-            live.output.error, reason = f"{type(error).__name__}: {error}", FinishReason.ERROR
-        output = replace(live.output, finish_reason=reason, text=live.answer.text)
-        output.cached_tokens, output.cached_version = live.row.cached_tokens, live.row.cached_version
-        self.metrics.done(live.request.id, output, live.times)
+    def _close(self, live: Live, reason: FinishReason) -> None:
         del self._live[live.request.id]
-        _guarded(live.request.on_done, output)
+        live.answer(reason, self.metrics)
 
     def _abort(self, request_id: int, why: str) -> None:
         live = self._live.get(request_id)
@@ -476,11 +463,3 @@ class Engine:
         else:
             self.scheduler.forget()
             self.runner.reset()
-
-
-def _guarded(callback: Callable[[Any], None], value: Any) -> None:
-    """A caller's callback must not take the loop down."""
-    try:
-        callback(value)
-    except Exception:  # the caller's code
-        log.exception("callback of a request failed")
