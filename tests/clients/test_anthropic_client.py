@@ -113,7 +113,7 @@ def test_refusals_are_the_errors_of_the_client(served: Served, anthropic_client:
         anthropic_client.messages.create(messages=HELLO, **{**GREEDY, "extra_body": {"top_p": 1.5}})
     body: Any = refused.value.body
     assert (body["type"], body["error"]["type"]) == ("error", "invalid_request_error")
-    with pytest.raises(anthropic.NotFoundError, match="'x' is not served here"):
+    with pytest.raises(anthropic.BadRequestError, match="'x' is not served here"):
         anthropic_client.messages.create(messages=HELLO, **{**GREEDY, "model": "x"})
     used = len(served.core.model.tokenizer.encode_chat(HELLO))
     fits = f"max_tokens is 4096; .* from 1 to 512, the context; beside the prompt's {used} tokens {512 - used} fit"

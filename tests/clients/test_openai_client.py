@@ -229,7 +229,7 @@ def test_refusals_are_the_errors_of_the_client(openai_client: openai.OpenAI) -> 
     assert (refused.value.param, refused.value.type) == ("top_p", "invalid_request_error")
     with pytest.raises(openai.BadRequestError, match=r"max_tokens is 4096; .* beside the prompt's \d+ tokens \d+ fit"):
         openai_client.chat.completions.create(messages=MESSAGES, **{**GREEDY, "max_tokens": 4096})
-    with pytest.raises(openai.NotFoundError, match="model 'x' is not served here; served: tiny, ftjob-1"):
+    with pytest.raises(openai.BadRequestError, match="model 'x' is not served here; served: tiny, ftjob-1"):
         openai_client.chat.completions.create(messages=MESSAGES, **{**GREEDY, "model": "x"})
     with pytest.raises(openai.BadRequestError, match=r"prompt is \[\]"):
         openai_client.completions.create(prompt=[], **GREEDY)  # type: ignore[arg-type]

@@ -1,4 +1,7 @@
-"""Run with two CPU devices: greedy answers of a model whose matrices lie on both, beside those of one on a single device."""
+"""Run with two CPU devices: greedy answers of a model whose matrices lie on both, and of two replicas with one each, beside those
+of one model on a single device."""
+
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
@@ -32,13 +35,26 @@ def answers(model: LoadedModel, prompts: list[list[int]]) -> list:
     return found
 
 
+def replica(device: jax.Device, model: LoadedModel, prompts: list[list[int]]) -> list:
+    """What one of two replicas answers under weights that lie on the first device."""
+    with InferenceScheduler(model, model.tokenizer, max_batch_size=4, device=device) as scheduler:
+        scheduler.set_weights(model.params, 1)
+        outputs = scheduler.run_batch(prompts, max_tokens=12, temperature=0, ignore_eos=True, return_details=True)
+        (array,) = {leaf.sharding for leaf in jax.tree.leaves(scheduler.engine.runner.params)}
+    assert array.device_set == {device}
+    assert {version for output in outputs for version in output.token_versions} == {1}
+    return [(output.token_ids, output.logprobs) for output in outputs]
+
+
 assert jax.device_count() == 2
 model = load_golden("qwen3")
 sharded = spread(model)
 assert len(sharded.params["layers"][0]["qkv"].sharding.device_set) == 2
-for (ids, logprobs), (other_ids, other_logprobs) in zip(
-    answers(model, rows("qwen3")), answers(sharded, rows("qwen3")), strict=True
-):
+single = answers(model, rows("qwen3"))
+with ThreadPoolExecutor(2) as pool:
+    replicas = [pool.submit(replica, device, model, rows("qwen3")) for device in jax.devices()]
+    assert [one.result(60) for one in replicas] == [single, single]
+for (ids, logprobs), (other_ids, other_logprobs) in zip(single, answers(sharded, rows("qwen3")), strict=True):
     assert ids == other_ids
     np.testing.assert_allclose(logprobs, other_logprobs, atol=1e-5)
 print("equal")

@@ -76,7 +76,7 @@ def test_a_step_that_never_comes_back_ends_the_engine(model: LoadedModel) -> Non
     swap_failed = threading.Event()
 
     def swap() -> None:
-        with pytest.raises(EngineError, match="did not come back within 0.9 s"):
+        with pytest.raises(EngineError, match=r"did not come back within 0\.9 s"):
             stuck.engine.set_weights(model.params, 1)
         swap_failed.set()
 

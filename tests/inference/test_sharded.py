@@ -1,4 +1,4 @@
-"""A model that lies on two devices answers as one that lies on one."""
+"""A model that lies on two devices, and two replicas with one each, answer as one that lies on one."""
 
 import os
 import subprocess
@@ -15,7 +15,7 @@ def test_two_devices() -> None:
         env={**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2"},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=120,
         check=False,
     )
     assert done.stdout.strip() == "equal", done.stderr

@@ -42,15 +42,15 @@ def test_the_only_job_answers_by_any_of_its_names_and_without_one(server: Runnin
     assert stream.endswith("data: [DONE]\n\n")
 
 
-def test_an_unknown_model_is_404_naming_what_is_served(server: Running) -> None:
+def test_an_unknown_model_is_refused_naming_what_is_served(server: Running) -> None:
     none = post(server, "chat/completions", model="x")
-    assert none.status_code == 404
+    assert none.status_code == 400
     assert message(none) == "model 'x' is not served here; served: nothing: create a job first"
-    assert post(server, "chat/completions").status_code == 404
+    assert post(server, "chat/completions").status_code == 400
     job = ready(server)
     for path in ROUTES:
         unknown = post(server, path, model="x")
-        assert unknown.status_code == 404
+        assert unknown.status_code == 400
         assert f"model 'x' is not served here; served: {job} ({server.model})" in message(unknown)
 
 
@@ -66,7 +66,7 @@ def test_a_name_that_two_jobs_share_must_be_an_id(server: Running) -> None:
         assert post(server, "completions", model=job).status_code == 200
     assert server.http.post(f"/v1/fine_tuning/jobs/{jobs[0]}/cancel").status_code == 200
     assert post(server, "completions", model=server.model).status_code == 200  # one is left
-    assert post(server, "completions", model=jobs[0]).status_code == 404
+    assert post(server, "completions", model=jobs[0]).status_code == 400
 
 
 def test_models_are_listed_and_read(server: Running) -> None:

@@ -74,7 +74,7 @@ async def models(parts: PartsOf, project: ProjectOf) -> dict[str, Any]:
 
 @router.get("/v1/models/{name:path}")
 async def model(name: str, parts: PartsOf, project: ProjectOf) -> dict[str, Any]:
-    return _model(await parts.database.read(lambda c: job_for_model(c, project, name)))
+    return _model(await parts.database.read(lambda c: job_for_model(c, project, name, unknown=404)))
 
 
 def _model(job: Job) -> dict[str, Any]:

@@ -21,8 +21,8 @@ def served_jobs(connection: Connection, project: str) -> list[Job]:
     return [job for job in found if job.job_status not in ("failed", "cancelled")]
 
 
-def job_for_model(connection: Connection, project: str, name: Any) -> Job:
-    """The job that a request with this model name means. Raises Refusal 404 or 400 naming what is served.
+def job_for_model(connection: Connection, project: str, name: Any, *, unknown: int = 400) -> Job:
+    """The job that a request with this model name means. Raises Refusal naming what is served: `unknown` if there is none, or 400.
 
     A name that several jobs share means the one that is not over; without a name the only job is meant.
     """
@@ -37,7 +37,7 @@ def job_for_model(connection: Connection, project: str, name: Any) -> Job:
         problem = f"model {name!r} is the name of several jobs; ask for one by its id"
     if not meant:
         what = "no model is served here" if name is None else f"model {name[:200]!r} is not served here"
-        raise Refusal(404, f"{what}; served: {served}")
+        raise Refusal(unknown, f"{what}; served: {served}")
     return _the_one(meant, f"{problem}; served: {served}")
 
 

@@ -109,7 +109,10 @@ class Handlers:
         return _json({"object": "list", "data": [_model(name) for name in self.core.spec.model_names]})
 
     async def model(self, request: Request) -> Response:
-        return _json(_model(self._model_name(request.path_params["name"])))
+        name = request.path_params["name"]
+        if name not in self.core.spec.model_names:
+            raise ModelUnknown(f"model {name[:200]!r} does not exist", field="model")
+        return _json(_model(name))
 
     async def chat(self, request: Request) -> Response:
         return await self._openai(request, CHAT, parse_chat)
@@ -183,7 +186,9 @@ class Handlers:
         if wanted is None:
             return names[0]
         if wanted not in names:
-            raise ModelUnknown(f"model {wanted!r} is not served here; served: {', '.join(names)}", field="model")
+            raise RequestError(
+                f"model {str(wanted)[:200]!r} is not served here; served: {', '.join(names)}", field="model"
+            )
         return str(wanted)
 
     async def _ready(self) -> None:
@@ -192,7 +197,7 @@ class Handlers:
 
 
 class ModelUnknown(RequestError):
-    """The request names another model."""
+    """There is no model at the path that is read."""
 
 
 async def _guarded(request: Request, events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
