@@ -30,6 +30,7 @@ def measure_http(model: str, folder: Path, cache: str | None) -> dict[str, Any]:
         socket=str(folder / "socket"),
         folder=str(folder / "job"),
         cache_folder=cache,
+        warm_up=128,
     )
     (folder / "job").mkdir()
     (folder / "spec.json").write_text(spec.model_dump_json())
@@ -45,7 +46,7 @@ async def _measure(socket: str, worker: psutil.Process) -> dict[str, Any]:
     transport = httpx.AsyncHTTPTransport(uds=socket, limits=httpx.Limits(max_connections=256))
     async with httpx.AsyncClient(transport=transport, base_url="http://worker", timeout=600) as client:
         await _until_ready(client)
-        await _load(client, every=0.1)  # everything is compiled here
+        await _train_once(client)
         programs = await _programs(client)
         idle = await _load(client, every=EVERY)
         memory = await _memory_over_requests(client, worker, 2000)
@@ -124,13 +125,19 @@ async def _ask(client: httpx.AsyncClient, seed: int, first: list[float], gaps: l
             pieces, last = pieces + 1, now
 
 
+async def _train_once(client: httpx.AsyncClient) -> None:
+    """Compiles the training step and hands weights over for the first time."""
+    answer = await client.post("/train?batch_index=0", content=encode_batch(_batch(0)))
+    answer.raise_for_status()
+
+
 async def _train(client: httpx.AsyncClient, stop: asyncio.Event) -> int:
-    steps = 0
+    steps = 1
     while not stop.is_set():
         answer = await client.post(f"/train?batch_index={steps}", content=encode_batch(_batch(steps)))
         answer.raise_for_status()
         steps += 1
-    return steps
+    return steps - 1
 
 
 def _batch(seed: int) -> TrainBatch:

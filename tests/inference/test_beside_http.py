@@ -34,6 +34,7 @@ def core(tiny_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> I
         socket=str(folder / "s"),
         folder=str(folder),
         max_slots=8,
+        warm_up=64,
     )
     served = WorkerCore(spec)
     served.start()
@@ -53,6 +54,15 @@ def http_server(core: WorkerCore) -> Iterator[str]:
     yield f"http://127.0.0.1:{port}/openai/v1/completions"
     server.should_exit = True
     thread.join(20)
+
+
+def test_a_worker_that_was_warmed_up_meets_no_new_program(core: WorkerCore) -> None:
+    ready = core.engine.stats()["programs"]
+    scheduler = InferenceScheduler.on_engine(core.engine)
+    for prompts in (PROMPTS[:1], PROMPTS, [list(range(3, 40))]):
+        scheduler.run_batch(prompts, **GREEDY)
+        scheduler.run_batch(prompts, max_tokens=4, top_p=0.9, frequency_penalty=0.5)
+    assert core.engine.stats()["programs"] == ready > 10
 
 
 def test_greedy_answers_of_a_busy_engine_are_those_of_a_quiet_one(core: WorkerCore) -> None:

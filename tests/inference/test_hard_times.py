@@ -94,7 +94,9 @@ def test_weights_that_do_not_fit_are_refused_and_nothing_changes(model: LoadedMo
     after = answers_to(engine, [PROMPT], FEW)[0]
     assert (after.token_ids, after.token_versions) == (before.token_ids, [0] * 3)
     half = {**model.params, "norm": np.asarray(model.params["norm"], np.float16)}
+    assert engine.stats()["weights_transport"] == "in process, arrays shared"
     engine.set_weights(half, 1)
+    assert str(engine.stats()["weights_transport"]).startswith("in process, 1 of ")
     assert engine.runner.params["norm"].dtype == jnp.float32
     engine.stop()
 

@@ -31,7 +31,7 @@ from upweight.inference.metrics import EngineMetrics, RequestTimes
 from upweight.inference.programs import token_bytes
 from upweight.inference.runner import CACHE_BYTES, Drawn, ModelRunner, Scored
 from upweight.inference.scheduler import Row, Scheduler
-from upweight.inference.swaps import CacheOnUpdate, OnUpdate, Swap, WeightSwaps, check_policies, fitted
+from upweight.inference.swaps import CacheOnUpdate, OnUpdate, Swap, WeightSwaps, check_policies, fitted, transport
 from upweight.inference.types import FinishReason, GenerationOutput, OnDone, OnText, Request, SamplingParams
 from upweight.inference.warm_up import WarmUp, warm_up
 from upweight.inference.watchdog import PATIENCE, Watchdog
@@ -96,6 +96,7 @@ class Engine:
         self._closed = False
         self._thread: threading.Thread | None = None
         self._failures = 0
+        self._transport = transport(params, params)
 
     # ---- from any thread -------------------------------------------------------------------------------------------
 
@@ -198,6 +199,7 @@ class Engine:
         swap.done.wait()
         if swap.error is not None:
             raise EngineError(f"weights could not be swapped: {swap.error}") from swap.error
+        self._transport = transport(params, swap.params)
         return swap.fingerprint
 
     def fingerprint(self) -> str:
@@ -215,6 +217,7 @@ class Engine:
             "prefilled_tokens": self.scheduler.prefilled_tokens,
             "programs": self.runner.num_programs,
             "weights_version": self.version,
+            "weights_transport": self._transport,
         }
 
     # ---- in the loop's thread --------------------------------------------------------------------------------------

@@ -54,6 +54,13 @@ def fitted(params: Params, like: Params) -> Params:
     return jax.tree.map(lambda new, old: new if new.dtype == old.dtype else jnp.asarray(new, old.dtype), params, like)
 
 
+def transport(given: Params, used: Params) -> str:
+    """How weights came to the engine: it uses the very arrays that it was given, or has some of them in another precision."""
+    pairs = list(zip(jax.tree.leaves(given), jax.tree.leaves(used), strict=True))
+    copied = sum(one is not other for one, other in pairs)
+    return f"in process, {copied} of {len(pairs)} arrays converted" if copied else "in process, arrays shared"
+
+
 class Swap:
     """One change of weights: asked for in any thread, performed in the engine's."""
 

@@ -41,6 +41,11 @@ class Settings(BaseSettings):
     restart_backoff: float = Field(default=1.0, ge=0, description="seconds before the first restart; doubles each time")
     worker_start_timeout: float = Field(default=900.0, gt=0, description="seconds until a worker must be ready")
     worker_silence_timeout: float = Field(default=600.0, gt=0, description="seconds without an answer before a kill")
+    worker_warm_up: int = Field(
+        default=0,
+        ge=0,
+        description="a worker compiles at its start what requests of up to this many tokens, prompt and answer, need; 0 = as they come",
+    )
     worker_poll_interval: float = Field(default=1.0, gt=0, description="seconds between looks at a worker's state")
     worker_stop_timeout: float = Field(default=3.0, ge=0, description="seconds between SIGTERM and SIGKILL")
     inference_wait: float = Field(default=600.0, ge=0, description="seconds a request waits for a worker to be ready")

@@ -63,6 +63,9 @@ class WorkerSpec(BaseModel):
     cache_folder: str | None = Field(default=None, description="JAX compilation cache; None = off")
     max_slots: int = Field(default=32, ge=1, description="requests decoded at the same time")
     max_queue: int = Field(default=4096, ge=1, description="requests waiting beyond which the answer is 429")
+    warm_up: int = Field(
+        default=0, ge=0, description="compile at the start for requests of this many tokens, prompt and answer"
+    )
     request_timeout: float | None = Field(
         default=None, gt=0, description="seconds after which a completion is aborted; None = no limit"
     )

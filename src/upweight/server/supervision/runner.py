@@ -138,7 +138,7 @@ class JobRunner:
         await self._state("loading", "starts its worker")
         if job.reinforcement["microbatch_tokens"] is None:
             job = await self._fix_microbatch(job)
-        spec = worker_spec(job, self.home, WorkerMode.TRAIN, checkpoint, self.settings.inference_timeout)
+        spec = worker_spec(job, self.home, WorkerMode.TRAIN, checkpoint, self.settings)
         self.worker = await start_worker(
             self.settings.worker_command, spec, log_file(self.home, self.job_id), self.home.run
         )
@@ -411,9 +411,7 @@ def _watching(worker: WorkerProcess, settings: Settings) -> Any:
         task.cancel()
 
 
-def worker_spec(
-    job: Job, home: Home, mode: WorkerMode, checkpoint: str | None, request_timeout: float | None = None
-) -> WorkerSpec:
+def worker_spec(job: Job, home: Home, mode: WorkerMode, checkpoint: str | None, settings: Settings) -> WorkerSpec:
     return WorkerSpec(
         job_id=job.id,
         mode=mode,
@@ -424,7 +422,8 @@ def worker_spec(
         folder=str(home.job_folder(job.id)),
         checkpoint=checkpoint,
         cache_folder=str(home.cache / "compiled"),
-        request_timeout=request_timeout,
+        request_timeout=settings.inference_timeout,
+        warm_up=settings.worker_warm_up,
     )
 
 

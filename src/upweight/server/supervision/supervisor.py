@@ -203,7 +203,7 @@ class Supervisor:
                 raise Refusal(
                     409, f"the checkpoints of job {job.id} are no longer on the disk; its model cannot be served"
                 )
-            spec = worker_spec(job, self.home, WorkerMode.SERVE, checkpoint, self.settings.inference_timeout)
+            spec = worker_spec(job, self.home, WorkerMode.SERVE, checkpoint, self.settings)
             worker = await start_worker(self.settings.worker_command, spec, log_file(self.home, job.id), self.home.run)
             self._idle[job.id] = worker
             try:

@@ -174,7 +174,11 @@ class WorkerCore:
             max_context=sampling.get("max_context"),
             max_queue=spec.max_queue,
             version=version,
-        ).start()
+        )
+        if spec.warm_up:
+            self._enter(WorkerPhase.COMPILING, f"for requests of up to {spec.warm_up} tokens")
+            self.engine.warm_up(spec.warm_up)
+        self.engine.start()
         self._fingerprint = self.engine.fingerprint()
         self._enter(WorkerPhase.COMPILING, "comparing engine and trainer")
         check_loaded(self.engine, self.trainer)
