@@ -34,6 +34,8 @@ class Request:
 
 @dataclass
 class Reply:
+    """Status 0 = the connection is closed without an answer."""
+
     status: int = 200
     body: Any = None
     headers: dict[str, str] = field(default_factory=dict)
@@ -257,6 +259,9 @@ class FakeJobServer:
                 body = json.loads(raw) if is_json and raw else None
                 request = Request(method, self.path, dict(self.headers.items()), body, raw)
                 reply = fake.handle(request)
+                if reply.status == 0:
+                    self.close_connection = True
+                    return
                 data = reply.body if isinstance(reply.body, bytes) else json.dumps(reply.body).encode()
                 try:
                     self.send_response(reply.status)

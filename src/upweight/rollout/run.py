@@ -21,7 +21,6 @@ from typing import Any
 import httpx
 
 from upweight.api_client import APIError, TokenFactory
-from upweight.api_client._retry import call_limits
 from upweight.api_client.models.rl_job import JobStatus
 from upweight.rollout import messages
 from upweight.rollout.config import RolloutConfig
@@ -36,12 +35,13 @@ from upweight.rollout.group_log import GroupLog
 from upweight.rollout.ledger import Ledger, RecentIds, fate_of
 from upweight.rollout.models import JobStatusUpdate, RolloutException, RolloutResult, Task
 from upweight.rollout.progress import in_words
-from upweight.rollout.setup import effective_batches, find_position, make_scheduler, upload_plan
+from upweight.rollout.resume import Resumed, find_position, send_spooled
+from upweight.rollout.setup import effective_batches, make_scheduler, upload_plan
 from upweight.rollout.spool import Spool
 from upweight.rollout.startup import Stopped
 from upweight.rollout.summary import RunProgress, RunSummary
 from upweight.rollout.tracker import JobStatusTracker, end_of_job, wait_until_ready
-from upweight.rollout.uploader import Resumed, Uploader, send_spooled
+from upweight.rollout.uploader import Uploader
 from upweight.rollout.waiting import what_is_awaited
 from upweight.rollout.waits import WaitWatch
 
@@ -140,10 +140,13 @@ class Run:
     def _feed(self, status: JobStatus) -> RunSummary:
         self._spool = spool = Spool(self._config.spool_dir, self._config.job_id)
         plan = upload_plan(self._config, self._num_batches)
-        with call_limits(cancelled=self._stopping):
-            self._resumed = send_spooled(self._api, plan, spool)
-            self._dropped_samples += self._resumed.dropped
-            opened, position = find_position(self._api, self._config, self._num_batches)
+        began = time.monotonic()
+        self._resumed = send_spooled(self._api, plan, spool, self._stopping)
+        self._dropped_samples += self._resumed.dropped
+        left = self._start_seconds_left(time.monotonic() - began)
+        opened, position = find_position(
+            self._api, self._config, self._num_batches, seconds=left, stopping=self._stopping
+        )
         self._filled, self._open_samples = divmod(position, plan.batch_size)
         self._scheduler = make_scheduler(self._config, self._num_batches, position, status)
         self._uploader = Uploader(self._api, plan, position, self._queue, spool, opened=opened)
@@ -170,6 +173,13 @@ class Run:
             raise
         self._end(helpers)
         return self._summary(reason)
+
+    def _start_seconds_left(self, spent_on_spool: float) -> float | None:
+        """Of `job_init_timeout`, which the samples of an earlier run do not use up; a second at least, so that a call can end."""
+        timeout = self._config.job_init_timeout
+        if not timeout:
+            return timeout
+        return max(1.0, timeout - (time.monotonic() - self._began - spent_on_spool))
 
     def _end(self, helpers: list[Any], is_urgent: bool = False) -> None:
         """Send the rest and shut down, both within one `shutdown_timeout`; an interrupt here ends either at once."""

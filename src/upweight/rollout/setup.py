@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 
-from upweight.api_client import TokenFactory
 from upweight.api_client.models.rl_job import JobStatus
+from upweight.rollout.batches import UploadPlan, check_told_size
 from upweight.rollout.config import RolloutConfig
-from upweight.rollout.uploader import UploadPlan, check_capacity, check_told_size, open_batch
 from upweight.schedulers import BaseRolloutScheduler, RolloutSchedulerConfig, create_rollout_scheduler
 
 logger = logging.getLogger(__name__)
@@ -24,16 +23,6 @@ def effective_batches(config: RolloutConfig, status: JobStatus) -> int | None:
     if ours is not None and theirs is not None and ours != theirs:
         logger.warning("num_batches is %d here but the job takes %d; the smaller one counts", ours, theirs)
     return min((n for n in (ours, theirs) if n is not None), default=None)
-
-
-def find_position(api_client: TokenFactory, config: RolloutConfig, num_batches: int | None) -> tuple[int, int]:
-    """The last open batch (opened here if need be), and the number of places taken in all batches."""
-    index = api_client.v1alpha1.fine_tuning.jobs.get_runtime_status(job_id=config.job_id).filled_batches
-    if num_batches is not None and index >= num_batches:  # filled by what was spooled
-        return index - 1, index * config.batch_size
-    batch = open_batch(api_client, config.job_id, index)
-    check_capacity(config.batch_size, batch)
-    return index, index * config.batch_size + (batch.sample_count or 0)
 
 
 def make_scheduler(

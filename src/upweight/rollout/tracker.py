@@ -16,8 +16,8 @@ from typing import Any
 
 import httpx
 
-from upweight.api_client import APIError, BadRequestError, TokenFactory
-from upweight.api_client._retry import call_limits, is_retryable
+from upweight.api_client import APIError, TokenFactory
+from upweight.api_client._retry import call_limits, is_refusal
 from upweight.api_client.models.rl_job import JobStatus
 from upweight.rollout import waits
 from upweight.rollout.exceptions import JobInitializationTimeout, JobNotServing, JobUnavailable
@@ -28,11 +28,6 @@ from upweight.rollout.startup import Stopped, call_in_time
 logger = logging.getLogger(__name__)
 
 MIN_POLL_INTERVAL_S = 0.01
-
-
-def is_refusal(error: Exception) -> bool:
-    """Whether polling again cannot help: 400, 401, 403, 422 and their like."""
-    return isinstance(error, BadRequestError) and not is_retryable(error)
 
 
 def end_of_job(job_id: str, status: JobStatus) -> JobEnded | None:
@@ -66,6 +61,7 @@ def wait_until_ready(
         try:
             status = call_in_time(
                 lambda: api_client.v1alpha1.fine_tuning.jobs.get_runtime_status(job_id=job_id),
+                what=f"Job {job_id}: asking for its status",
                 deadline=deadline if timeout else None,
                 stopping=stopping,
                 one_try=timeout == 0,
