@@ -313,7 +313,7 @@ def test_the_counts_of_a_resumption_are_told(server: Any, make_runner: Any, tmp_
     unsent = len(list(tmp_path.glob("**/*.jsonl")))
     known = len(server.samples())
     assert known >= 1
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.WARNING):  # what a script shows that has no logging set up
         summary = make_runner(spool_dir=tmp_path, num_batches=2, allowed_staleness=1).run()
     assert (summary.resumed_samples, summary.stored_before) == (unsent, known)
     assert f"of {unsent} samples of an earlier run {known} were stored already" in caplog.text

@@ -35,7 +35,7 @@ from upweight.rollout.group_log import GroupLog
 from upweight.rollout.ledger import Ledger, RecentIds, fate_of
 from upweight.rollout.models import JobStatusUpdate, RolloutException, RolloutResult, Task
 from upweight.rollout.progress import in_words
-from upweight.rollout.resume import Resumed, find_position, send_spooled
+from upweight.rollout.resume import Resumed, SpoolSender, find_position
 from upweight.rollout.setup import effective_batches, make_scheduler, upload_plan
 from upweight.rollout.spool import Spool
 from upweight.rollout.startup import Stopped
@@ -141,7 +141,7 @@ class Run:
         self._spool = spool = Spool(self._config.spool_dir, self._config.job_id)
         plan = upload_plan(self._config, self._num_batches)
         began = time.monotonic()
-        self._resumed = send_spooled(self._api, plan, spool, self._stopping)
+        self._resumed = SpoolSender(self._api, plan, spool, self._stopping).send()
         self._dropped_samples += self._resumed.dropped
         left = self._start_seconds_left(time.monotonic() - began)
         opened, position = find_position(
@@ -509,7 +509,7 @@ class Run:
             summary.unfinished = self._scheduler.n_in_flight + self._scheduler.buffered_groups
             summary.surplus_samples = self._scheduler.surplus_samples
             summary.dropped_samples = self._dropped_samples
-            summary.unsent_samples = self._uploader.backlog
+            summary.unsent_samples = self._uploader.backlog + self._resumed.refused
             summary.batches_filled = self._uploader.position // self._config.batch_size
             summary.staleness = dict(sorted(self._uploader.staleness.items()))
             summary.waited = dict(self._watch.seconds_by_cause)
