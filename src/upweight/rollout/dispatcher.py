@@ -27,6 +27,7 @@ from upweight.rollout.event_loop import EventLoopPool, is_async
 from upweight.rollout.exceptions import RolloutTimeout, WorkerDied, WorkerPoolBroken, in_words, reason_of
 from upweight.rollout.messages import Broken
 from upweight.rollout.models import RolloutException, RolloutResult, SampleGroup, Task
+from upweight.rollout.outage import PacedWarnings, shown
 from upweight.rollout.processes import InProcess, pickled_call
 from upweight.rollout.ray_actors import ray_executors
 from upweight.rollout.workers import Executor, InThread, Outcome, RolloutCall, WorkerPool
@@ -97,6 +98,7 @@ class RolloutDispatcher(threading.Thread):
         self._delayed: list[tuple[float, int, _Attempt]] = []
         self._running: dict[int, _Attempt] = {}
         self._death_codes: list[int | None] = []
+        self._warnings = PacedWarnings(logger)
 
     def stop(self) -> None:
         """Start nothing more, abandon what runs."""
@@ -130,6 +132,7 @@ class RolloutDispatcher(threading.Thread):
                 self._receive()
                 self._settle_outcomes()
                 self._expire()
+                self._warnings.flush()
                 self._start_attempts()
         except BaseException as error:  # the run must learn of it, or it would wait for ever
             logger.exception("The rollout dispatcher died")
@@ -137,6 +140,7 @@ class RolloutDispatcher(threading.Thread):
             if not isinstance(error, Exception):
                 raise
         finally:
+            self._warnings.flush(is_last=True)
             self._pool.close(timeout=2.0)
 
     def _tell(self, outcome: Outcome) -> None:
@@ -229,7 +233,7 @@ class RolloutDispatcher(threading.Thread):
         elif self._raise:
             self._output.put(RolloutException(error, text, task, retries=number, reasons=reasons))
         else:
-            logger.warning("Task %s: failed after %d attempts (%s)", task.id, number + 1, in_words(error))
+            self._warnings.warn(f"Task {task.id}: failed after {number + 1} attempts ({shown(error)})")
             self._output.put(
                 RolloutResult(
                     task, SampleGroup(is_rejected=True), attempt.version, error=error, retries=number, reasons=reasons

@@ -34,6 +34,7 @@ from upweight.rollout.feeder import DatasetFeeder
 from upweight.rollout.group_log import GroupLog
 from upweight.rollout.ledger import Ledger, RecentIds, fate_of
 from upweight.rollout.models import JobStatusUpdate, RolloutException, RolloutResult, Task
+from upweight.rollout.outage import Outage
 from upweight.rollout.progress import in_words
 from upweight.rollout.resume import Resumed, SpoolSender, find_position
 from upweight.rollout.setup import effective_batches, make_scheduler, upload_plan
@@ -92,6 +93,7 @@ class Run:
         self._filled = self._open_samples = 0
         self._num_batches = config.num_batches
         self._watch = WaitWatch()
+        self._outage = Outage(config.max_concurrency // config.num_samples_per_task)
         self._evaluation: EvaluationSchedule | None = None
         if evaluation is not None:
             places = max(1, config.max_concurrency)
@@ -293,6 +295,7 @@ class Run:
         if self._uploader.backlog >= MAX_BACKLOG_BATCHES * self._config.batch_size:
             return
         wanted = max(0, self._scheduler.get_num_rollouts_to_spawn()) // self._config.num_samples_per_task
+        wanted = self._outage.may_start(wanted)
         version = self._scheduler.inference_version
         starting = [self._drawn.popleft() for _ in range(min(wanted, len(self._drawn)))]
         if starting and version is not None:
@@ -300,8 +303,9 @@ class Run:
             self._numbers.update((task.id, number) for task, (number, _) in zip(tasks, starting, strict=True))
             self._scheduler.add_tasks(tasks)
             self._counts.started += len(tasks)
-            self._watch.note_progress()
+            self._note_progress()
             for task in tasks:
+                self._outage.note_started(task.id)
                 self._tasks.put(task)
         if wanted > len(starting) and not self._is_drawing and not self._is_source_dry:
             self._is_drawing = True
@@ -321,7 +325,7 @@ class Run:
                 self._is_drawing = False
                 self._drawn.extend(self._cursor.number(specs, state))
                 self._dataset_ended = ended
-                self._watch.note_progress()
+                self._note_progress()
             case messages.DatasetFailed(exception=error):
                 self._dataset_error = error
             case messages.Uploaded(batches_filled=filled, open_samples=open_samples):
@@ -347,7 +351,11 @@ class Run:
     def _on_result(self, result: RolloutResult) -> None:
         task, group = result.task, result.sample_group
         self._ledger.note_attempts(result.retries, result.reasons)
-        self._watch.note_progress()
+        if result.error is None:
+            self._outage.note_success()
+        else:
+            self._outage.note_failure(task.id, result.error)
+        self._note_progress()
         if result.error is not None or group.is_rejected:
             self._ledger.note_loss(result.error)
             self._group_log.note(result, fate_of(result.error))
@@ -373,6 +381,11 @@ class Run:
         self._hand_over()
         if not is_back and not self._scheduler.buffered_groups:  # accepted, or else dropped
             self._settle(task.id)
+
+    def _note_progress(self) -> None:
+        """Rollouts that start only to fail are none."""
+        if not self._outage.is_on:
+            self._watch.note_progress()
 
     def _requeue(self, task: Task[Any]) -> bool:
         """Put a lost task back to the end of the queue, if it may come again."""
@@ -431,7 +444,9 @@ class Run:
     def _waiting_for(self) -> str:
         if self._is_complete and self._evaluating is None and not self._uploader.backlog:
             return f"version {self._filled}, the last one, to evaluate it"
-        return what_is_awaited(self._uploader, self._dispatcher, self._scheduler, self._is_drawing, self._evaluating)
+        return what_is_awaited(
+            self._uploader, self._dispatcher, self._scheduler, self._is_drawing, self._evaluating, self._outage
+        )
 
     @property
     def _evaluating(self) -> int | None:
@@ -444,6 +459,8 @@ class Run:
             return "uploads"
         if self._is_drawing:
             return "dataset"
+        if self._outage.is_on:
+            return "outage"
         return "version" if self._evaluating is None else "evaluation"
 
     def report(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from upweight.rollout.dispatcher import RolloutDispatcher
+from upweight.rollout.outage import Outage
 from upweight.rollout.uploader import Uploader
 from upweight.schedulers import BaseRolloutScheduler
 
@@ -15,9 +16,10 @@ def what_is_awaited(
     scheduler: BaseRolloutScheduler,
     is_drawing: bool,
     evaluating: int | None,
+    outage: Outage,
 ) -> str:
     """Everything under way; if there is nothing, the version without which nothing may start. `evaluating`: a version."""
-    parts = []
+    parts = [outage.in_words()] if outage.is_on else []
     if uploader.backlog:
         error = f" (last error: {uploader.last_error})" if uploader.last_error else ""
         parts.append(f"upload of {uploader.backlog} samples{error}")
