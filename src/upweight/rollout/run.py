@@ -41,7 +41,7 @@ from upweight.rollout.setup import effective_batches, make_scheduler, upload_pla
 from upweight.rollout.spool import Spool
 from upweight.rollout.startup import Stopped
 from upweight.rollout.summary import RunProgress, RunSummary
-from upweight.rollout.tracker import JobStatusTracker, end_of_job, wait_until_ready
+from upweight.rollout.tracker import JobStatusTracker, Served, end_of_job, wait_until_ready
 from upweight.rollout.uploader import Uploader
 from upweight.rollout.waiting import what_is_awaited
 from upweight.rollout.waits import WaitWatch
@@ -161,6 +161,8 @@ class Run:
             self._config.status_polling_interval,
             failure_timeout=self._config.status_failure_timeout,
         )
+        if status.inference_version is not None:
+            self._tracker.served = Served(status.inference_version)
         helpers: list[Any] = [self._uploader, self._dispatcher, self._feeder, self._tracker]
         if self._evaluation is not None and status.inference_version is not None:
             helpers.append(self._evaluation.evaluator)
@@ -283,6 +285,7 @@ class Run:
             max_pool_restarts=config.max_pool_restarts,
             process_start_method=config.process_start_method,
             current_version=lambda: self._scheduler.inference_version,
+            served=lambda: self._tracker.served,
         )
 
     # -- starting rollouts

@@ -2,7 +2,8 @@
 
 Invariants
 1. Polls are at least 10 ms apart; only changes are forwarded.
-2. A job that cannot be reached for `failure_timeout` s, refuses us, or ended is reported once; then polling stops.
+2. `served` is one object, replaced as a whole: other threads may read it.
+3. A job that cannot be reached for `failure_timeout` s, refuses us, or ended is reported once; then polling stops.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from queue import Queue
 from typing import Any
 
@@ -88,6 +90,14 @@ def wait_until_ready(
     return None
 
 
+@dataclass(frozen=True)
+class Served:
+    """`newest` is the largest version that the job ever told, `polls` how many answers it has given."""
+
+    newest: int
+    polls: int = 0
+
+
 class JobStatusTracker(threading.Thread):
     """Puts a `JobStatusUpdate` for each new version; null versions are not forwarded. Times are in seconds."""
 
@@ -111,6 +121,7 @@ class JobStatusTracker(threading.Thread):
         self._stopping = threading.Event()
         self._last_version: int | None = None
         self._failing_since: float | None = None
+        self.served = Served(-1)
 
     def stop(self) -> None:
         self._stopping.set()
@@ -136,6 +147,9 @@ class JobStatusTracker(threading.Thread):
         if status.inference_version is not None and status.inference_version != self._last_version:
             self._last_version = status.inference_version
             self._output.put(JobStatusUpdate(inference_version=status.inference_version))
+        known = -1 if status.inference_version is None else status.inference_version
+        # After the message, so that the main loop learns of a version before it gets samples of it.
+        self.served = Served(max(self.served.newest, known), self.served.polls + 1)
         return self._note_state(status)
 
     def _note_failure(self, began: float, error: Exception) -> bool:

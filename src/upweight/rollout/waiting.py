@@ -26,8 +26,10 @@ def what_is_awaited(
     if n_running := dispatcher.n_running:
         ages = ", ".join(f"{task_id} {age:.0f} s" for task_id, age in dispatcher.oldest(NAMED).items())
         parts.append(f"{n_running} rollouts ({ages})")
-    elif scheduler.n_in_flight:
-        parts.append(f"retries of {scheduler.n_in_flight} rollouts")
+    elif n_retries := scheduler.n_in_flight - dispatcher.n_doubtful:
+        parts.append(f"retries of {n_retries} rollouts")
+    if dispatcher.n_doubtful:
+        parts.append(f"the status, since {dispatcher.n_doubtful} groups report a version newer than the known ones")
     if is_drawing:
         parts.append("tasks from the dataset")
     if evaluating is not None:
