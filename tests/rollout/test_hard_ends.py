@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import random
@@ -23,6 +24,7 @@ from tests.fakes import FakeJobServer, Fault, Reply
 from upweight.api_client import TokenFactory
 from upweight.rollout import JobUnavailable, RolloutRunner, RolloutValidationError, UploadFailed, uploader, waits
 from upweight.rollout.dispatcher import RolloutDispatcher
+from upweight.rollout.group_log import read_groups
 from upweight.rollout.models import SampleGroup
 
 from . import helpers
@@ -88,6 +90,9 @@ SCRIPT = textwrap.dedent("""
     settings = {"num_batches": None, "allowed_staleness": None, "shutdown_timeout": 1.0}
     if "raise" in sys.argv[2:]:
         settings["raise_on_rollout_failure"] = True
+    if "spool" in sys.argv[2:]:
+        settings["spool_dir"], settings["group_log"] = Path("spool"), Path("groups")
+        settings["shutdown_timeout"] = 30.0
     if "process" in sys.argv[2:]:
         settings["executor_type"] = "process"
     if "fork" in sys.argv[2:]:
@@ -107,6 +112,7 @@ def start_script(folder: Path, url: str, *arguments: str) -> subprocess.Popen[st
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert process.stdout is not None
@@ -170,20 +176,24 @@ def test_answers_with_the_least_that_the_contract_asks_for(server: Any, make_run
 
 
 def test_a_second_sigint_interrupts_what_the_first_one_waits_for(server: Any, tmp_path: Path) -> None:
-    """Failure H10: KeyboardInterrupt stops a run cleanly; an impatient one stops it at once."""
-    process = start_script(tmp_path, server.url)
+    """Failures H10 and X10: a first KeyboardInterrupt waits for uploads, an impatient one does not; the spool keeps the samples."""
+    process = start_script(tmp_path, server.url, "spool")
     while len(server.samples()) < 4:
         time.sleep(0.02)
     server.faults.append(Fault("/samples", delay=20, times=10**6))
     time.sleep(0.3)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.2)
     began = time.monotonic()
     process.send_signal(signal.SIGINT)
-    time.sleep(0.3)
-    process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=10)
+    assert time.monotonic() - began < 2.5
     assert "KeyboardInterrupt" in err
     assert process.returncode != 0
-    assert time.monotonic() - began < 5
+    kept = [json.loads(line) for file in tmp_path.glob("spool/*/*.jsonl") for line in file.read_bytes().splitlines()]
+    accepted = [g["samples"][0]["id"] for g in read_groups(tmp_path / "groups") if g["fate"] == "accepted"]
+    assert len(kept) >= 4
+    assert set(accepted) == {sample["id"] for sample in [*kept, *server.samples()]}
 
 
 @pytest.mark.parametrize("executor", ["thread", "process"])

@@ -247,16 +247,47 @@ GROUP = textwrap.dedent("""
 """)
 
 
+STARTING = (
+    GROUP.replace("import os", "import multiprocessing, os, time")
+    .replace(
+        "while runner.progress() is None or runner.progress().counts.accepted < 200:",
+        "while len(multiprocessing.active_children()) < 2:",
+    )
+    .replace(
+        "if __name__",
+        """if __name__ == "__mp_main__":
+    time.sleep(1)
+
+if __name__""",
+        1,
+    )
+    .replace("SIGTERM", "{name}")
+)
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_a_signal_to_the_whole_group_stops_a_run_whose_workers_are_starting(
+    server: Any, tmp_path: Path, name: str
+) -> None:
+    """Failure H11: a worker that dies of it before it can leave the signal to its parent would break the pool."""
+    done = run_group(STARTING.replace("{name}", name), server.url, tmp_path)
+    assert (done.stdout, done.returncode) == (f"stopped by {name}\n", 0), done.stderr
+
+
 def test_a_sigterm_to_the_whole_group_stops_the_run(server: Any, tmp_path: Path) -> None:
     """Worker processes leave the signal to their parent."""
-    script = tmp_path / "group.py"
-    script.write_text(GROUP)
-    done = subprocess.run(
-        [sys.executable, str(script), server.url],
+    done = run_group(GROUP, server.url, tmp_path)
+    assert (done.stdout, done.returncode) == ("stopped by SIGTERM\n", 0), done.stderr
+
+
+def run_group(script_text: str, url: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    script = folder / "group.py"
+    script.write_text(script_text)
+    return subprocess.run(
+        [sys.executable, str(script), url],
         capture_output=True,
         text=True,
         timeout=40,
         start_new_session=True,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
     )
-    assert (done.stdout, done.returncode) == ("stopped by SIGTERM\n", 0), done.stderr
