@@ -71,6 +71,21 @@ def check_capacity(batch_size: int, batch: Batch) -> None:
         )
 
 
+def check_full(api_client: TokenFactory, job_id: str, batch_size: int, batch: Batch) -> None:
+    """Raises `BatchSizeMismatch` when a batch that should be full takes more: the server's `batch_size`, which it does not tell, is larger.
+
+    Such a batch would never be trained. The job is asked too, lest the answer was made just before the batch was filled.
+    """
+    is_told = "status" in batch.model_fields_set and batch.status is BatchStatus.filling
+    if not is_told or batch.sample_count != batch_size:
+        return
+    if api_client.v1alpha1.fine_tuning.jobs.get_runtime_status(job_id=job_id).filled_batches <= batch.index:
+        raise BatchSizeMismatch(
+            f"batch_size is {batch_size} here but batch {batch.index} on the server takes more than {batch_size} samples; "
+            "use the batch_size of the job"
+        )
+
+
 def within_bytes(samples: Iterable[StampedSample], max_bytes: int) -> list[StampedSample]:
     """The first ones, up to `max_bytes` together, but at least one."""
     chunk: list[StampedSample] = []

@@ -22,6 +22,7 @@ from upweight.rollout.batches import (
     UNPROCESSABLE,
     UploadPlan,
     check_capacity,
+    check_full,
     check_told_size,
     is_refused_with,
     open_batch,
@@ -58,7 +59,7 @@ def find_position(
     try:
         return tried_on(lambda: _position(api_client, config, num_batches), what=what, limit=seconds, stopping=stopping)
     except (APIError, httpx.HTTPError, TimeoutError) as error:
-        timeout = config.job_init_timeout or 0
+        timeout = config.job_init_timeout
         raise JobInitializationTimeout(job_id=config.job_id, timeout_seconds=timeout, last_exception=error) from error
 
 
@@ -68,6 +69,7 @@ def _position(api_client: TokenFactory, config: RolloutConfig, num_batches: int 
         return index - 1, index * config.batch_size
     batch = open_batch(api_client, config.job_id, index)
     check_capacity(config.batch_size, batch)
+    check_full(api_client, config.job_id, config.batch_size, batch)
     return index, index * config.batch_size + (batch.sample_count or 0)
 
 

@@ -81,7 +81,7 @@ def wait_until_ready(
         except (APIError, httpx.HTTPError) as error:
             last_error = error
         if is_refusal(last_error) or (deadline is not None and time.monotonic() >= deadline):
-            raise JobInitializationTimeout(job_id=job_id, timeout_seconds=timeout or 0, last_exception=last_error)
+            raise JobInitializationTimeout(job_id=job_id, timeout_seconds=timeout, last_exception=last_error)
         if time.monotonic() - warned >= waits.WARN_EVERY_S:
             warned = time.monotonic()
             logger.warning("Job %s does not serve since %.0f s: %s", job_id, warned - began, last_error)

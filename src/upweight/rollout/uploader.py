@@ -13,6 +13,7 @@ Invariants
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -33,6 +34,7 @@ from upweight.rollout.batches import (
     TOO_LARGE,
     UploadPlan,
     check_capacity,
+    check_full,
     check_told_size,
     is_refused_with,
     open_batch,
@@ -214,6 +216,10 @@ class Uploader(threading.Thread):
         """
         count = expected if batch.sample_count is None else batch.sample_count
         check_capacity(self._plan.batch_size, batch)
+        with contextlib.suppress(
+            APIError, httpx.HTTPError
+        ):  # no answer, no mismatch: the samples are stored either way
+            check_full(self._api, self._plan.job_id, self._plan.batch_size, batch)
         if 0 < expected - count <= n_uncertain:
             self._position -= expected - count
             self._output.put(PlacesTaken(count - expected, 0))
