@@ -103,6 +103,10 @@ class Uploader(threading.Thread):
             self._changed.notify()
 
     @property
+    def job_id(self) -> str:
+        return self._plan.job_id
+
+    @property
     def backlog(self) -> int:
         return len(self._backlog)
 
