@@ -255,6 +255,9 @@ class FakeJobServer:
 
             def _serve(self, method: str) -> None:
                 raw = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                if len(raw) < int(self.headers.get("Content-Length") or 0):
+                    self.close_connection = True  # the client died while it sent this
+                    return
                 is_json = "json" in self.headers.get("Content-Type", "")
                 body = json.loads(raw) if is_json and raw else None
                 request = Request(method, self.path, dict(self.headers.items()), body, raw)
