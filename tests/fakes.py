@@ -34,6 +34,8 @@ class Request:
 
 @dataclass
 class Reply:
+    """Status 0 = the connection is closed without an answer."""
+
     status: int = 200
     body: Any = None
     headers: dict[str, str] = field(default_factory=dict)
@@ -253,10 +255,16 @@ class FakeJobServer:
 
             def _serve(self, method: str) -> None:
                 raw = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                if len(raw) < int(self.headers.get("Content-Length") or 0):
+                    self.close_connection = True  # the client died while it sent this
+                    return
                 is_json = "json" in self.headers.get("Content-Type", "")
                 body = json.loads(raw) if is_json and raw else None
                 request = Request(method, self.path, dict(self.headers.items()), body, raw)
                 reply = fake.handle(request)
+                if reply.status == 0:
+                    self.close_connection = True
+                    return
                 data = reply.body if isinstance(reply.body, bytes) else json.dumps(reply.body).encode()
                 try:
                     self.send_response(reply.status)

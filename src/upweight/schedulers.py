@@ -7,7 +7,8 @@ batches, b the batch being filled, r its free places, v the current inference ve
 
 Invariants
 1. The staleness `batch − 1 − version` of every released sample is at most S (unless S is None).
-2. The dropless scheduler discards nothing, as long as only this scheduler fills the job's batches.
+2. The dropless scheduler discards nothing, as long as only this scheduler fills the job's batches and no samples turn out to
+   be of an older version than the one their task was started at (`set_task_version`): these are dropped if they are too stale.
 3. Dropless feasibility: for every version u, the outstanding samples (in flight or buffered) of versions ≤ u fit in the
    places of the batches b … u + 1 + S.
 4. With N set, tasks are started until N full batches are certain: whatever is removed or dropped gives its budget back.
@@ -398,7 +399,7 @@ class DroplessRolloutScheduler(BaseRolloutScheduler):
             if self.is_all_finished:
                 self._count_surplus()
             elif self._is_too_stale(version):
-                self._drop(version, samples)  # only after places were taken by somebody else
+                self._drop(version, samples)  # places were taken by somebody else, or the stamp was lowered
             elif self._leaves_room_for_older(version):
                 self._place(samples)
             else:

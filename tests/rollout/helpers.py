@@ -94,3 +94,7 @@ def pid_rollout(task, context):
 
 def unlucky_rollout(task, context):
     raise ValueError("no luck")
+
+
+async def async_unlucky_rollout(task, context):
+    raise ValueError("no luck")

@@ -125,6 +125,28 @@ def test_larger_client_batch_is_noticed_when_an_answer_says_filled(server, make_
         make_runner(batch_size=8).run()
 
 
+@pytest.mark.parametrize("present", [0, 4])
+def test_smaller_client_batch_is_noticed_when_its_batch_takes_more(server, make_runner, present):
+    """Failure X12: a batch that never fills is never trained; the server does not tell its size."""
+    server.batch_size = 8
+    server.put_samples(0, present)
+    dataset = helpers.Counting()
+    with pytest.raises(BatchSizeMismatch, match="batch_size is 4 here but batch 0 on the server takes more than 4"):
+        make_runner(dataset=dataset, allowed_staleness=1).run()
+    assert server.sizes() == {0: 4}
+    assert dataset.served == 0 or not present
+
+
+@pytest.mark.parametrize("route", ["/status", "/batches/0"])
+def test_a_refusal_without_a_time_limit_names_no_seconds(server, make_runner, route):
+    """Failure W6."""
+    server.fail(route, 403, {"detail": "not your job"}, times=10**6)
+    with pytest.raises(JobInitializationTimeout) as caught:
+        make_runner(job_init_timeout=None).run()
+    assert str(caught.value) == "Rollout job 'job-1' did not become ready. Last polling error: not your job"
+    assert caught.value.timeout_seconds is None
+
+
 def test_effective_number_of_batches_is_the_smaller_one(server, make_runner, caplog):
     """Failure X8."""
     server.total_batches = 2

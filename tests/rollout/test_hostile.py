@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from upweight.errors import RolloutError
-from upweight.rollout import DatasetExhausted, RolloutRunner
-from upweight.rollout import run as run_module
+from upweight.rollout import DatasetExhausted, RolloutRunner, tasks
 from upweight.rollout.datasets import SequenceDataset
 from upweight.rollout.group_log import read_groups
 from upweight.rollout.models import Sample, SampleGroup
@@ -202,7 +201,7 @@ def test_no_dataset_is_asked_for_everything_at_once(server: Any, make_runner: An
     runner = make_runner(dataset=Noting(), max_concurrency=10**9, num_batches=None, allowed_staleness=None)
     threading.Timer(0.3, runner.stop).start()
     runner.run()
-    assert max(asked) == run_module.MAX_DRAW
+    assert max(asked) == tasks.MAX_DRAW
 
 
 def test_a_dataset_that_hangs_does_not_hold_the_end(server: Any, make_runner: Any) -> None:

@@ -16,9 +16,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.fakes import Fault
+from tests.fakes import Fault, Reply
 from upweight.api_client import TokenFactory
-from upweight.rollout import JobInitializationTimeout, JobUnavailable, RolloutRunner
+from upweight.rollout import JobInitializationTimeout, JobUnavailable, RolloutRunner, UploadFailed
 
 from . import helpers
 
@@ -107,6 +107,75 @@ def test_a_stop_during_the_start_acts_at_once_and_opens_no_batch(server: Any, ma
     assert server.batches == {}
 
 
+# -- failures that pass
+
+
+PASSING = [(Reply(503, {}), 5), (Reply(0), 5), (Reply(409, {"detail": "filled meanwhile"}), 1)]
+
+
+def leave_samples(server: Any, make_runner: Any, **settings: Any) -> int:
+    """A run whose samples stay in the spool; returns how many."""
+    server.faults.append(Fault("/samples", Reply(500, {}), times=10**6))
+    with pytest.raises(UploadFailed) as caught:
+        make_runner(upload_timeout=0.1, **settings).run()
+    server.faults.clear()
+    return len(caught.value.samples)
+
+
+@pytest.mark.parametrize(("reply", "times"), PASSING, ids=["5xx", "connection", "409"])
+def test_a_batch_that_cannot_be_read_at_once_is_read_later(
+    server: Any, make_runner: Any, reply: Reply, times: int
+) -> None:
+    """Failure W6: more faults than the client's own retries wait out, on both calls."""
+    server.faults += [Fault("/batches/0", reply, times=times), Fault("/batches", reply, times=times)]
+    assert make_runner().run().batches_filled == 3
+
+
+@pytest.mark.parametrize(("reply", "times"), PASSING, ids=["5xx", "connection", "409"])
+def test_spooled_samples_that_cannot_be_sent_at_once_are_sent_later(
+    server: Any, make_runner: Any, tmp_path: Path, reply: Reply, times: int
+) -> None:
+    """Failures X10 and D5."""
+    n = leave_samples(server, make_runner, spool_dir=tmp_path)
+    server.faults += [Fault("/samples", reply, times=times, stored=reply.status == 503), Fault("/status", times=1)]
+    summary = make_runner(spool_dir=tmp_path).run()
+    assert (summary.batches_filled, summary.resumed_samples, summary.dropped_samples) == (3, n, 0)
+    assert server.sizes() == {0: 4, 1: 4, 2: 4}
+    assert not list(tmp_path.glob("**/*.jsonl"))
+
+
+def test_a_batch_that_cannot_be_read_ends_the_start_in_time(server: Any, make_runner: Any) -> None:
+    """Failure W6."""
+    server.faults.append(Fault("/batches/0", Reply(503, {}), times=10**6))
+    began = time.monotonic()
+    with pytest.raises(JobInitializationTimeout, match=r"within 1 seconds.*Status code: 503"):
+        make_runner(job_init_timeout=1).run()
+    assert 0.9 < time.monotonic() - began < 2
+
+
+def test_spooled_samples_that_cannot_be_sent_are_kept(server: Any, make_runner: Any, tmp_path: Path) -> None:
+    """Failure X10."""
+    n = leave_samples(server, make_runner, spool_dir=tmp_path)
+    server.faults.append(Fault("/samples", Reply(503, {}), times=10**6))
+    with pytest.raises(UploadFailed, match="spooled samples were not sent: Status code: 503") as caught:
+        make_runner(spool_dir=tmp_path, upload_timeout=0.3).run()
+    assert len(caught.value.samples) == len(list(tmp_path.glob("**/*.jsonl"))) == n
+
+
+@pytest.mark.parametrize("hangs", ["/batches/0", "/samples"])
+def test_a_stop_waits_for_no_call_of_the_start(server: Any, make_runner: Any, tmp_path: Path, hangs: str) -> None:
+    """Not for one that hangs, and not for the pause after one that failed."""
+    n = leave_samples(server, make_runner, spool_dir=tmp_path) if hangs == "/samples" else 0
+    for fault in (Fault(hangs, delay=3, times=9), Fault(hangs, Reply(503, {}), times=10**6)):
+        server.faults = [fault]
+        runner = make_runner(spool_dir=tmp_path)
+        threading.Timer(0.3, runner.stop).start()
+        began = time.monotonic()
+        assert runner.run().reason == "stopped"
+        assert time.monotonic() - began < 0.8
+        assert len(list(tmp_path.glob("**/*.jsonl"))) == n
+
+
 # -- the clock of `no_progress_timeout`
 
 
@@ -178,16 +247,47 @@ GROUP = textwrap.dedent("""
 """)
 
 
+STARTING = (
+    GROUP.replace("import os", "import multiprocessing, os, time")
+    .replace(
+        "while runner.progress() is None or runner.progress().counts.accepted < 200:",
+        "while len(multiprocessing.active_children()) < 2:",
+    )
+    .replace(
+        "if __name__",
+        """if __name__ == "__mp_main__":
+    time.sleep(1)
+
+if __name__""",
+        1,
+    )
+    .replace("SIGTERM", "{name}")
+)
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_a_signal_to_the_whole_group_stops_a_run_whose_workers_are_starting(
+    server: Any, tmp_path: Path, name: str
+) -> None:
+    """Failure H11: a worker that dies of it before it can leave the signal to its parent would break the pool."""
+    done = run_group(STARTING.replace("{name}", name), server.url, tmp_path)
+    assert (done.stdout, done.returncode) == (f"stopped by {name}\n", 0), done.stderr
+
+
 def test_a_sigterm_to_the_whole_group_stops_the_run(server: Any, tmp_path: Path) -> None:
     """Worker processes leave the signal to their parent."""
-    script = tmp_path / "group.py"
-    script.write_text(GROUP)
-    done = subprocess.run(
-        [sys.executable, str(script), server.url],
+    done = run_group(GROUP, server.url, tmp_path)
+    assert (done.stdout, done.returncode) == ("stopped by SIGTERM\n", 0), done.stderr
+
+
+def run_group(script_text: str, url: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    script = folder / "group.py"
+    script.write_text(script_text)
+    return subprocess.run(
+        [sys.executable, str(script), url],
         capture_output=True,
         text=True,
         timeout=40,
         start_new_session=True,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
     )
-    assert (done.stdout, done.returncode) == ("stopped by SIGTERM\n", 0), done.stderr

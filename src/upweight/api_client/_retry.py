@@ -109,6 +109,11 @@ def is_retryable(error: BaseException) -> bool:
     return isinstance(error, httpx.TransportError | httpx.DecodingError | InternalServerError | JsonParseError)
 
 
+def is_refusal(error: BaseException) -> bool:
+    """Whether sending the call again later cannot help either: 400, 401, 403, 422 and their like."""
+    return isinstance(error, BadRequestError) and not is_retryable(error)
+
+
 _exponential = tenacity.wait_exponential(multiplier=1, min=1, max=10)
 
 

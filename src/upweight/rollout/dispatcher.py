@@ -4,6 +4,7 @@ Invariants
 1. Each task gets exactly one `RolloutResult` or `RolloutException`.
 2. At most `concurrent_workers` attempts run at once; a task waiting for its retry occupies no worker.
 3. If this thread dies, a `Broken` message with its exception comes out.
+4. A group that reports a version beyond the known ones waits for the next poll; if that tells none so new, it is a failed attempt.
 """
 
 from __future__ import annotations
@@ -27,8 +28,11 @@ from upweight.rollout.event_loop import EventLoopPool, is_async
 from upweight.rollout.exceptions import RolloutTimeout, WorkerDied, WorkerPoolBroken, in_words, reason_of
 from upweight.rollout.messages import Broken
 from upweight.rollout.models import RolloutException, RolloutResult, SampleGroup, Task
+from upweight.rollout.outage import PacedWarnings, shown
 from upweight.rollout.processes import InProcess, pickled_call
 from upweight.rollout.ray_actors import ray_executors
+from upweight.rollout.reported import Reported, newest_reported, too_new
+from upweight.rollout.tracker import Served
 from upweight.rollout.workers import Executor, InThread, Outcome, RolloutCall, WorkerPool
 
 logger = logging.getLogger(__name__)
@@ -49,10 +53,21 @@ class _Attempt:
     reasons: tuple[str, ...] = ()
 
 
+@dataclass
+class _Doubtful:
+    """A group that reports a version not known yet; the poll of number `decided_at` began after it was finished."""
+
+    attempt: _Attempt
+    outcome: Outcome
+    reported: Reported
+    decided_at: int
+
+
 class RolloutDispatcher(threading.Thread):
     """Runs `rollout_fn` for each `Task` of `input_queue` and puts its `RolloutResult` on `output_queue`.
 
     `current_version` gives the version that an attempt starting now is stamped with; default: the task's own.
+    `served` gives the versions known, against which those that samples report are checked; None = they are not.
     `group_size` None = results are passed on unchecked. Times are in seconds.
     """
 
@@ -73,6 +88,7 @@ class RolloutDispatcher(threading.Thread):
         max_pool_restarts: int = 3,
         process_start_method: str = "spawn",
         current_version: Callable[[], int | None] = lambda: None,
+        served: Callable[[], Served | None] = lambda: None,
     ) -> None:
         super().__init__(name="rollout-dispatcher", daemon=True)
         call = RolloutCall(rollout_fn, context, group_size)
@@ -89,6 +105,8 @@ class RolloutDispatcher(threading.Thread):
         self._backoff = retry_backoff
         self._max_restarts = max_pool_restarts
         self._current_version = current_version
+        self._served = served
+        self._doubtful: list[_Doubtful] = []
         self._stopping = threading.Event()
         self._outcomes: SimpleQueue[Outcome] = SimpleQueue()
         self._is_woken = False
@@ -97,6 +115,7 @@ class RolloutDispatcher(threading.Thread):
         self._delayed: list[tuple[float, int, _Attempt]] = []
         self._running: dict[int, _Attempt] = {}
         self._death_codes: list[int | None] = []
+        self._warnings = PacedWarnings(logger)
 
     def stop(self) -> None:
         """Start nothing more, abandon what runs."""
@@ -105,6 +124,11 @@ class RolloutDispatcher(threading.Thread):
     @property
     def n_running(self) -> int:
         return len(self._running)
+
+    @property
+    def n_doubtful(self) -> int:
+        """Groups that wait until the version they report is known."""
+        return len(self._doubtful)
 
     def oldest(self, most: int) -> dict[str, float]:
         """The rollouts that run longest: task ids → seconds since their attempt started."""
@@ -129,7 +153,9 @@ class RolloutDispatcher(threading.Thread):
             while not self._stopping.is_set():
                 self._receive()
                 self._settle_outcomes()
+                self._settle_doubtful()
                 self._expire()
+                self._warnings.flush()
                 self._start_attempts()
         except BaseException as error:  # the run must learn of it, or it would wait for ever
             logger.exception("The rollout dispatcher died")
@@ -137,6 +163,7 @@ class RolloutDispatcher(threading.Thread):
             if not isinstance(error, Exception):
                 raise
         finally:
+            self._warnings.flush(is_last=True)
             self._pool.close(timeout=2.0)
 
     def _tell(self, outcome: Outcome) -> None:
@@ -180,19 +207,44 @@ class RolloutDispatcher(threading.Thread):
                     continue  # it was abandoned
                 if outcome.error is None:
                     self._death_codes.clear()
-                    self._output.put(
-                        RolloutResult(
-                            attempt.task,
-                            outcome.result,
-                            attempt.version,
-                            retries=attempt.number,
-                            encoded=outcome.encoded,
-                            reasons=attempt.reasons,
-                        )
-                    )
+                    self._succeeded(attempt, outcome)
                 else:
                     self._note_death(outcome.error)
                     self._failed(attempt, outcome.error, outcome.traceback)
+
+    def _succeeded(self, attempt: _Attempt, outcome: Outcome) -> None:
+        served = None if outcome.encoded is None else self._served()
+        reported = None if served is None else newest_reported(outcome.result)
+        if served is None or reported is None or reported.version <= served.newest:
+            self._hand_over(attempt, outcome)
+        else:  # the job may have published it since it was last asked
+            self._doubtful.append(_Doubtful(attempt, outcome, reported, served.polls + 2))
+
+    def _settle_doubtful(self) -> None:
+        served = self._served() if self._doubtful else None
+        if served is None:
+            return
+        doubtful, self._doubtful = self._doubtful, []
+        for group in doubtful:
+            if group.reported.version <= served.newest:
+                self._hand_over(group.attempt, group.outcome)
+            elif served.polls >= group.decided_at:
+                error = too_new(group.attempt.task.id, group.reported, served.newest)
+                self._failed(group.attempt, error, str(error))
+            else:
+                self._doubtful.append(group)
+
+    def _hand_over(self, attempt: _Attempt, outcome: Outcome) -> None:
+        self._output.put(
+            RolloutResult(
+                attempt.task,
+                outcome.result,
+                attempt.version,
+                retries=attempt.number,
+                encoded=outcome.encoded,
+                reasons=attempt.reasons,
+            )
+        )
 
     def _expire(self) -> None:
         if self._timeout is None:
@@ -229,7 +281,7 @@ class RolloutDispatcher(threading.Thread):
         elif self._raise:
             self._output.put(RolloutException(error, text, task, retries=number, reasons=reasons))
         else:
-            logger.warning("Task %s: failed after %d attempts (%s)", task.id, number + 1, in_words(error))
+            self._warnings.warn(f"Task {task.id}: failed after {number + 1} attempts ({shown(error)})")
             self._output.put(
                 RolloutResult(
                     task, SampleGroup(is_rejected=True), attempt.version, error=error, retries=number, reasons=reasons

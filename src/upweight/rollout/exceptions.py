@@ -9,10 +9,13 @@ from upweight.errors import RolloutError
 
 
 class JobInitializationTimeout(RolloutError):
-    """The job did not serve within `job_init_timeout`."""
+    """The job did not serve within `job_init_timeout` (None = there was no limit), or refused us."""
 
-    def __init__(self, *, job_id: str, timeout_seconds: float, last_exception: BaseException | None = None) -> None:
-        message = f"Rollout job '{job_id}' did not become ready within {timeout_seconds} seconds."
+    def __init__(
+        self, *, job_id: str, timeout_seconds: float | None, last_exception: BaseException | None = None
+    ) -> None:
+        limit = "" if timeout_seconds is None else f" within {timeout_seconds} seconds"
+        message = f"Rollout job '{job_id}' did not become ready{limit}."
         if last_exception is not None:
             message += f" Last polling error: {last_exception}"
         super().__init__(message)

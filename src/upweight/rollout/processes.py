@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import multiprocessing
 import multiprocessing.util
 import os
@@ -11,7 +12,8 @@ import signal
 import threading
 import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -21,6 +23,7 @@ from upweight.rollout.workers import Finished, RolloutCall
 
 _starting = threading.Lock()  # with fork, a child started at the same time would inherit this child's pipe end
 EXIT_GRACE_S = 1.0
+_HELD = (signal.SIGINT, signal.SIGTERM)
 _children: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -50,6 +53,20 @@ def pickled_call(call: RolloutCall, dumps: Callable[[Any], bytes] = pickle.dumps
                 "or use executor_type='thread'"
             ) from error
     return dumps(call)
+
+
+@contextlib.contextmanager
+def _signals_held() -> Iterator[None]:
+    """A child started inside inherits the block: a Ctrl-C or SIGTERM to the whole group waits until it can leave it to its parent."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    resource_tracker.ensure_running()  # it would be started inside, and unblock them
+    former = signal.pthread_sigmask(signal.SIG_BLOCK, _HELD)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, former)
 
 
 class InProcess:
@@ -107,7 +124,8 @@ class InProcess:
             process = self._mp.Process(
                 target=child_main, args=(theirs, self._payload), name="rollout-worker", daemon=True
             )
-            process.start()
+            with _signals_held():
+                process.start()
             _children.add(process)
             theirs.close()
         self._process = process
@@ -131,6 +149,8 @@ def child_main(pipe: Connection, payload: bytes) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
     # ... and what a SIGTERM to the whole group means. A handler, since programs started by a rollout would inherit SIG_IGN.
     signal.signal(signal.SIGTERM, lambda number, frame: None)
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _HELD)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     # Such processes may have no children, but a grader pool needs some; they end when this process does.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]

@@ -15,7 +15,7 @@ from upweight.rollout.dispatcher import DEFAULT_QUEUE_GET_TIMEOUT, RolloutDispat
 from upweight.rollout.evaluation import EvaluationPlan
 from upweight.rollout.messages import RolloutRunnerInputs, WakeUp
 from upweight.rollout.progress import KINDS, ProgressKind, Show, reporting
-from upweight.rollout.run import Run
+from upweight.rollout.run import Run, RunControl, RunInputs
 from upweight.rollout.signals import run_signals
 from upweight.rollout.summary import RunProgress, RunSummary
 from upweight.rollout.tracker import JobStatusTracker
@@ -102,18 +102,10 @@ class RolloutRunner:
     def _run_once(self) -> RunSummary:
         self._queue = Queue()
         self._progress = None
-        run = Run(
-            self._api_client,
-            self._config,
-            self._rollout_fn,
-            self._dataset,
-            self._stopping,
-            self._queue,
-            self._publish,
-            self._evaluation,
-            self._cursor,
-            self._report_asked,
+        inputs = RunInputs(
+            self._api_client, self._config, self._rollout_fn, self._dataset, self._cursor, self._evaluation
         )
+        run = Run(inputs, RunControl(self._stopping, self._report_asked, self._queue, self._publish))
         self._run = run
         try:
             kind, job_id = self._progress_kind, self._config.job_id

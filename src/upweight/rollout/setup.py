@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from queue import Queue
+from typing import Any
 
-from upweight.api_client import TokenFactory
 from upweight.api_client.models.rl_job import JobStatus
+from upweight.rollout.batches import UploadPlan, check_told_size
 from upweight.rollout.config import RolloutConfig
-from upweight.rollout.uploader import UploadPlan, check_capacity, check_told_size, open_batch
+from upweight.rollout.context import RolloutContext
+from upweight.rollout.dispatcher import RolloutDispatcher
+from upweight.rollout.evaluation import EvaluationPlan, EvaluationSchedule, Evaluator
+from upweight.rollout.tracker import Served
 from upweight.schedulers import BaseRolloutScheduler, RolloutSchedulerConfig, create_rollout_scheduler
 
 logger = logging.getLogger(__name__)
@@ -24,16 +30,6 @@ def effective_batches(config: RolloutConfig, status: JobStatus) -> int | None:
     if ours is not None and theirs is not None and ours != theirs:
         logger.warning("num_batches is %d here but the job takes %d; the smaller one counts", ours, theirs)
     return min((n for n in (ours, theirs) if n is not None), default=None)
-
-
-def find_position(api_client: TokenFactory, config: RolloutConfig, num_batches: int | None) -> tuple[int, int]:
-    """The last open batch (opened here if need be), and the number of places taken in all batches."""
-    index = api_client.v1alpha1.fine_tuning.jobs.get_runtime_status(job_id=config.job_id).filled_batches
-    if num_batches is not None and index >= num_batches:  # filled by what was spooled
-        return index - 1, index * config.batch_size
-    batch = open_batch(api_client, config.job_id, index)
-    check_capacity(config.batch_size, batch)
-    return index, index * config.batch_size + (batch.sample_count or 0)
 
 
 def make_scheduler(
@@ -63,4 +59,43 @@ def upload_plan(config: RolloutConfig, num_batches: int | None) -> UploadPlan:
         num_batches=num_batches,
         staleness=config.allowed_staleness,
         timeout=config.upload_timeout,
+    )
+
+
+def make_evaluation(
+    plan: EvaluationPlan | None, context: RolloutContext, output: Queue[Any]
+) -> EvaluationSchedule | None:
+    if plan is None:
+        return None
+    evaluator = Evaluator(plan.tasks, plan.eval_fn, context, max(1, context.config.max_concurrency), output)
+    return EvaluationSchedule(evaluator, plan.every)
+
+
+def make_dispatcher(
+    rollout_fn: Callable[..., Any],
+    context: RolloutContext,
+    config: RolloutConfig,
+    tasks: Queue[Any],
+    output: Queue[Any],
+    *,
+    current_version: Callable[[], int | None],
+    served: Callable[[], Served | None],
+) -> RolloutDispatcher:
+    """Raises `TypeError` for what cannot be sent to worker processes."""
+    return RolloutDispatcher(
+        rollout_fn,
+        context,
+        tasks,
+        output,
+        concurrent_workers=config.max_concurrency // config.num_samples_per_task,
+        num_rollout_retries=config.num_rollout_retries,
+        raise_on_rollout_failure=config.raise_on_rollout_failure,
+        executor_type=config.executor_type,
+        group_size=config.num_samples_per_task,
+        rollout_timeout=config.rollout_timeout,
+        retry_backoff=config.rollout_retry_backoff,
+        max_pool_restarts=config.max_pool_restarts,
+        process_start_method=config.process_start_method,
+        current_version=current_version,
+        served=served,
     )

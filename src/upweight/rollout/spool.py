@@ -6,23 +6,28 @@ Invariants
    not drawn again, even if the cursor was not saved any more.
 3. One run at a time uses the folder of a job.
 4. A disk that takes nothing more ends no run: what cannot be kept is told, and sent all the same.
+5. What is not ours, or cannot be read, is told and left alone; what the server refuses is put aside as `FILE.refused`. Neither
+   is sent, and neither is ever deleted.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterable, Mapping
 from itertools import groupby
 from pathlib import Path
 from typing import IO
 from urllib.parse import quote
 
-from pydantic import ValidationError
-
 from upweight.errors import RolloutError
+from upweight.rollout.exceptions import in_words
 from upweight.rollout.validation import StampedSample
 
 logger = logging.getLogger(__name__)
+
+
+_NAME = re.compile(r"(\d{12,})-(\d+|x)-.+")
 
 
 def _locked(path: Path) -> IO[bytes]:
@@ -34,12 +39,22 @@ def _locked(path: Path) -> IO[bytes]:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except ImportError:
         pass
-    except OSError:
+    except BlockingIOError:
         file.close()
         raise RolloutError(
             f"spool_dir: {path.parent} is used by another run of this job; give each its own spool_dir"
         ) from None
+    except OSError as error:  # some file systems of networks have no locks
+        logger.warning("%s cannot be locked (%s): see to it that no other run of this job uses it", path.parent, error)
     return file
+
+
+def _read(file: Path) -> list[StampedSample]:
+    """Raises `ValueError`, `KeyError`, `TypeError` or `OSError` for what no run has written."""
+    samples = [StampedSample.from_json(line) for line in file.read_bytes().splitlines()]
+    if not samples:
+        raise ValueError("it is empty")
+    return samples
 
 
 class Spool:
@@ -54,8 +69,11 @@ class Spool:
         self._lock: IO[bytes] | None = None
         self._is_told = False
         if self._directory is not None:
-            self._directory.mkdir(parents=True, exist_ok=True)
-            self._lock = _locked(self._directory / "lock")
+            try:
+                self._directory.mkdir(parents=True, exist_ok=True)
+                self._lock = _locked(self._directory / "lock")
+            except OSError as error:
+                raise RolloutError(f"spool_dir: {self._directory} cannot be used: {error}") from error
 
     def close(self) -> None:
         """Let another run use the folder."""
@@ -68,12 +86,17 @@ class Spool:
             return []
         loaded = []
         for file in sorted(self._directory.glob("*.jsonl")):
-            order, number, _ = file.stem.split("-", 2)
+            name = _NAME.fullmatch(file.stem)
+            if name is None:
+                logger.warning("%s is no file of this spool; it is left alone", file)
+                continue
+            order, number = name.groups()
             self._next = max(self._next, int(order) + 1)
             try:
-                samples = [StampedSample.from_json(line) for line in file.read_bytes().splitlines()]
-            except (ValidationError, KeyError) as error:
-                logger.warning("%s holds no samples and is left alone: %s", file, error)
+                samples = _read(file)
+            except (ValueError, KeyError, TypeError, OSError) as error:
+                reason = in_words(error).splitlines()[0]
+                logger.warning("%s holds no samples of a run and is left alone (%s)", file, reason)
                 continue
             if number.isdecimal():
                 self.task_numbers.add(int(number))
@@ -110,6 +133,22 @@ class Spool:
     def _remember(self, file: Path, samples: list[StampedSample]) -> None:
         self._files.update((sample.id, file) for sample in samples)
         self._unsent[file] = len(samples)
+
+    def file_of(self, sample: StampedSample) -> Path | None:
+        """Where it is kept; those of one group are kept together."""
+        return self._files.get(sample.id)
+
+    def set_aside(self, file: Path) -> Path:
+        """Rename a file whose samples the server refuses, so that no later run sends them; returns where it is."""
+        aside = file.with_name(f"{file.name}.refused")
+        self._files = {sample_id: path for sample_id, path in self._files.items() if path != file}
+        self._unsent.pop(file, None)
+        try:
+            file.replace(aside)
+        except OSError as error:
+            logger.warning("%s cannot be renamed: %s", file, error)
+            return file
+        return aside
 
     def remove(self, samples: Iterable[StampedSample]) -> None:
         """These are done with; a file goes when all of its samples are."""

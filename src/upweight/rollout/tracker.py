@@ -2,7 +2,8 @@
 
 Invariants
 1. Polls are at least 10 ms apart; only changes are forwarded.
-2. A job that cannot be reached for `failure_timeout` s, refuses us, or ended is reported once; then polling stops.
+2. `served` is one object, replaced as a whole: other threads may read it.
+3. A job that cannot be reached for `failure_timeout` s, refuses us, or ended is reported once; then polling stops.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from queue import Queue
 from typing import Any
 
 import httpx
 
-from upweight.api_client import APIError, BadRequestError, TokenFactory
-from upweight.api_client._retry import call_limits, is_retryable
+from upweight.api_client import APIError, TokenFactory
+from upweight.api_client._retry import call_limits, is_refusal
 from upweight.api_client.models.rl_job import JobStatus
 from upweight.rollout import waits
 from upweight.rollout.exceptions import JobInitializationTimeout, JobNotServing, JobUnavailable
@@ -28,11 +30,6 @@ from upweight.rollout.startup import Stopped, call_in_time
 logger = logging.getLogger(__name__)
 
 MIN_POLL_INTERVAL_S = 0.01
-
-
-def is_refusal(error: Exception) -> bool:
-    """Whether polling again cannot help: 400, 401, 403, 422 and their like."""
-    return isinstance(error, BadRequestError) and not is_retryable(error)
 
 
 def end_of_job(job_id: str, status: JobStatus) -> JobEnded | None:
@@ -66,6 +63,7 @@ def wait_until_ready(
         try:
             status = call_in_time(
                 lambda: api_client.v1alpha1.fine_tuning.jobs.get_runtime_status(job_id=job_id),
+                what=f"Job {job_id}: asking for its status",
                 deadline=deadline if timeout else None,
                 stopping=stopping,
                 one_try=timeout == 0,
@@ -83,13 +81,21 @@ def wait_until_ready(
         except (APIError, httpx.HTTPError) as error:
             last_error = error
         if is_refusal(last_error) or (deadline is not None and time.monotonic() >= deadline):
-            raise JobInitializationTimeout(job_id=job_id, timeout_seconds=timeout or 0, last_exception=last_error)
+            raise JobInitializationTimeout(job_id=job_id, timeout_seconds=timeout, last_exception=last_error)
         if time.monotonic() - warned >= waits.WARN_EVERY_S:
             warned = time.monotonic()
             logger.warning("Job %s does not serve since %.0f s: %s", job_id, warned - began, last_error)
         left = poll_interval if deadline is None else min(poll_interval, deadline - time.monotonic())
         stopping.wait(max(MIN_POLL_INTERVAL_S, left))
     return None
+
+
+@dataclass(frozen=True)
+class Served:
+    """`newest` is the largest version that the job ever told, `polls` how many answers it has given."""
+
+    newest: int
+    polls: int = 0
 
 
 class JobStatusTracker(threading.Thread):
@@ -115,6 +121,7 @@ class JobStatusTracker(threading.Thread):
         self._stopping = threading.Event()
         self._last_version: int | None = None
         self._failing_since: float | None = None
+        self.served = Served(-1)
 
     def stop(self) -> None:
         self._stopping.set()
@@ -140,6 +147,9 @@ class JobStatusTracker(threading.Thread):
         if status.inference_version is not None and status.inference_version != self._last_version:
             self._last_version = status.inference_version
             self._output.put(JobStatusUpdate(inference_version=status.inference_version))
+        known = -1 if status.inference_version is None else status.inference_version
+        # After the message, so that the main loop learns of a version before it gets samples of it.
+        self.served = Served(max(self.served.newest, known), self.served.polls + 1)
         return self._note_state(status)
 
     def _note_failure(self, began: float, error: Exception) -> bool:

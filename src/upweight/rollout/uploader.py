@@ -13,25 +13,37 @@ Invariants
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import islice
 from queue import Queue
-from typing import Any, TypeGuard
+from typing import Any
 
 import httpx
 
 from upweight.api_client import APIError, BadRequestError, NotFoundError, TokenFactory
-from upweight.api_client._retry import call_limits
-from upweight.api_client.models.rl_job import Batch, BatchStatus
+from upweight.api_client._retry import call_limits, is_refusal
+from upweight.api_client.models.rl_job import Batch
+from upweight.rollout.batches import (
+    CONFLICT,
+    MAX_BYTES,
+    TOO_LARGE,
+    UploadPlan,
+    check_capacity,
+    check_full,
+    check_told_size,
+    is_refused_with,
+    open_batch,
+    told_batch_size,
+    within_bytes,
+)
 from upweight.rollout.exceptions import BatchSizeMismatch, UploadFailed
 from upweight.rollout.messages import Broken, PlacesTaken, Uploaded
 from upweight.rollout.spool import Spool
-from upweight.rollout.tracker import is_refusal
 from upweight.rollout.validation import StampedSample
 
 logger = logging.getLogger(__name__)
@@ -40,141 +52,6 @@ FIRST_WAIT_S = 1.0
 MAX_WAIT_S = 30.0
 COLLECT_S = 0.1
 PARTS_OF_A_BATCH = 8
-CONFLICT, TOO_LARGE = 409, 413
-MAX_BYTES = 16 << 20  # of the samples in one request; one sample goes whatever its size
-
-
-@dataclass(frozen=True)
-class UploadPlan:
-    """Where uploads go. `num_batches` and `staleness` None = no bound; `timeout` in seconds of failing in a row."""
-
-    job_id: str
-    batch_size: int
-    num_batches: int | None
-    staleness: int | None
-    timeout: float
-
-    def fits(self, sample: StampedSample, place: int) -> bool:
-        """Whether a stamped sample may enter a place, by the end of the run and by its staleness."""
-        index = place // self.batch_size
-        if self.num_batches is not None and index >= self.num_batches:
-            return False
-        return self.staleness is None or index - 1 - sample.version <= self.staleness
-
-
-def open_batch(api_client: TokenFactory, job_id: str, index: int) -> Batch:
-    """The batch as it is, opened if it was not."""
-    batches = api_client.v1alpha1.fine_tuning.jobs.batches
-    try:
-        return batches.get(job_id=job_id, batch_index=index)
-    except NotFoundError:
-        return batches.create(job_id=job_id, index=index)
-
-
-def check_told_size(batch_size: int, told: object) -> None:
-    """Raises `BatchSizeMismatch` when the server tells another capacity; one that tells none is fine."""
-    if isinstance(told, int) and told != batch_size:
-        raise BatchSizeMismatch(f"batch_size is {batch_size} here but {told} on the server; use {told}")
-
-
-def _is_refused_with(error: Exception, status: int) -> TypeGuard[BadRequestError]:
-    return isinstance(error, BadRequestError) and error.response is not None and error.response.status_code == status
-
-
-def _told_batch_size(refusal: BadRequestError) -> object:
-    try:
-        body = refusal.response.json() if refusal.response is not None else None
-    except ValueError:
-        return None
-    return body.get("batch_size") if isinstance(body, dict) else None
-
-
-def check_capacity(batch_size: int, batch: Batch) -> None:
-    """Raises `BatchSizeMismatch` when the batch shows that its capacity is not `batch_size`."""
-    check_told_size(batch_size, (batch.model_extra or {}).get("batch_size"))
-    count = batch.sample_count or 0
-    if count > batch_size or (batch.status is BatchStatus.filled and count < batch_size):
-        raise BatchSizeMismatch(
-            f"batch_size is {batch_size} here but batch {batch.index} on the server is {batch.status} "
-            f"with {count} samples; use the batch_size of the job"
-        )
-
-
-def _within_bytes(samples: Iterable[StampedSample], max_bytes: int) -> list[StampedSample]:
-    """The first ones, up to `max_bytes` together, but at least one."""
-    chunk: list[StampedSample] = []
-    size = 0
-    for sample in samples:
-        size += len(sample.body)
-        if chunk and size > max_bytes:
-            break
-        chunk.append(sample)
-    return chunk
-
-
-@dataclass(frozen=True)
-class Resumed:
-    """What became of the samples that an earlier run had not sent for certain; `stored_before` of them had arrived."""
-
-    samples: int = 0
-    stored_before: int = 0
-    dropped: int = 0
-
-
-def send_spooled(api_client: TokenFactory, plan: UploadPlan, spool: Spool) -> Resumed:
-    """Send what an earlier run left behind.
-
-    The server may have stored some of them already, so each chunk is placed by the server's own count.
-
-    Raises:
-        UploadFailed: with the samples still unsent (they stay on disk).
-    """
-    left = spool.load()
-    if not left:
-        return Resumed()
-    total, stored_before, dropped, max_bytes = len(left), 0, 0, MAX_BYTES
-    logger.info("Job %s: %d samples of an earlier run are sent first", plan.job_id, total)
-    while left:
-        try:
-            sent, stale, known = _send_some(api_client, plan, left, max_bytes)
-        except (APIError, httpx.HTTPError) as error:
-            if _is_refused_with(error, TOO_LARGE) and max_bytes > 1:
-                max_bytes //= 2
-                continue
-            unsent = [sample.to_wire() for sample in left]
-            raise UploadFailed(f"Job {plan.job_id}: spooled samples were not sent: {error}", unsent) from error
-        done = {sample.id for sample in [*sent, *stale]}
-        spool.remove([*sent, *stale])
-        left = [sample for sample in left if sample.id not in done]
-        stored_before += known
-        dropped += len(stale)
-    new = total - stored_before - dropped
-    logger.info(
-        "Job %s resumed: of %d samples of an earlier run %d were stored already, %d are stored now, %d have become too "
-        "stale or found no place; %d lost, 0 doubled",  # doubled: the server keeps one sample of an id
-        *(plan.job_id, total, stored_before, new, dropped, dropped),
-    )
-    return Resumed(total, stored_before, dropped)
-
-
-def _send_some(
-    api_client: TokenFactory, plan: UploadPlan, left: Sequence[StampedSample], max_bytes: int
-) -> tuple[Sequence[StampedSample], Sequence[StampedSample], int]:
-    """Fill the open batch from `left`; returns what was sent, what is too stale by now, and how many had been stored."""
-    jobs = api_client.v1alpha1.fine_tuning.jobs
-    index = jobs.get_runtime_status(job_id=plan.job_id).filled_batches
-    is_open = plan.num_batches is None or index < plan.num_batches
-    taken = (open_batch(api_client, plan.job_id, index).sample_count or 0) if is_open else 0
-    place = index * plan.batch_size + taken
-    fitting = [sample for sample in left if plan.fits(sample, place)]
-    stale = [sample for sample in left if not plan.fits(sample, place)]
-    chunk = _within_bytes(fitting[: plan.batch_size - taken], max_bytes)
-    if not chunk:
-        return chunk, stale, 0
-    bodies = [sample.body for sample in chunk]
-    batch = jobs.batches.submit_encoded(job_id=plan.job_id, batch_index=index, samples=bodies)
-    count = taken + len(chunk) if batch.sample_count is None else batch.sample_count
-    return chunk, stale, min(len(chunk), max(0, taken + len(chunk) - count))
 
 
 class Uploader(threading.Thread):
@@ -224,6 +101,10 @@ class Uploader(threading.Thread):
         with self._changed:
             self._is_hurried = True
             self._changed.notify()
+
+    @property
+    def job_id(self) -> str:
+        return self._plan.job_id
 
     @property
     def backlog(self) -> int:
@@ -297,7 +178,7 @@ class Uploader(threading.Thread):
             self._note_count(batch, index, taken)
             return
         with self._changed:
-            chunk = _within_bytes(islice(self._backlog, self._plan.batch_size - taken), self._max_bytes)
+            chunk = within_bytes(islice(self._backlog, self._plan.batch_size - taken), self._max_bytes)
         # Samples may have been accepted while the news of others' places was still under way to the scheduler.
         misfits = [sample for sample in chunk if not self._plan.fits(sample, self._position)]
         if misfits:
@@ -307,13 +188,13 @@ class Uploader(threading.Thread):
         try:
             batch = batches.submit_encoded(job_id=self._plan.job_id, batch_index=index, samples=bodies)
         except (APIError, httpx.HTTPError) as error:
-            if _is_refused_with(error, TOO_LARGE) and len(chunk) > 1:
+            if is_refused_with(error, TOO_LARGE) and len(chunk) > 1:
                 self._max_bytes = sum(map(len, bodies)) // 2
                 logger.info(
                     "Job %s: the server takes no %d samples at once; fewer are sent", self._plan.job_id, len(chunk)
                 )
                 return
-            if not _is_refused_with(error, CONFLICT):
+            if not is_refused_with(error, CONFLICT):
                 self._uncertain.update(sample.id for sample in chunk)
                 raise
             self._resynchronise(error)
@@ -339,6 +220,10 @@ class Uploader(threading.Thread):
         """
         count = expected if batch.sample_count is None else batch.sample_count
         check_capacity(self._plan.batch_size, batch)
+        with contextlib.suppress(
+            APIError, httpx.HTTPError
+        ):  # no answer, no mismatch: the samples are stored either way
+            check_full(self._api, self._plan.job_id, self._plan.batch_size, batch)
         if 0 < expected - count <= n_uncertain:
             self._position -= expected - count
             self._output.put(PlacesTaken(count - expected, 0))
@@ -356,7 +241,7 @@ class Uploader(threading.Thread):
 
     def _resynchronise(self, refusal: BadRequestError) -> None:
         """After a 409: read where the job stands and go on there."""
-        check_told_size(self._plan.batch_size, _told_batch_size(refusal))
+        check_told_size(self._plan.batch_size, told_batch_size(refusal))
         jobs, job_id = self._api.v1alpha1.fine_tuning.jobs, self._plan.job_id
         index = jobs.get_runtime_status(job_id=job_id).filled_batches
         n = self._plan.num_batches
@@ -401,7 +286,7 @@ class Uploader(threading.Thread):
         self._failing_since = self._failing_since or now
         self._failures += 1
         self.last_error = f"{type(error).__name__}: {error}"
-        is_conflict = _is_refused_with(error, CONFLICT)
+        is_conflict = is_refused_with(error, CONFLICT)
         if isinstance(error, NotFoundError):
             self._opened = self._batch_index - 1  # open it again
         failing_for = now - self._failing_since

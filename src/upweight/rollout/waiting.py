@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from upweight.rollout.dispatcher import RolloutDispatcher
+from upweight.rollout.outage import Outage
 from upweight.rollout.uploader import Uploader
 from upweight.schedulers import BaseRolloutScheduler
 
@@ -15,17 +16,20 @@ def what_is_awaited(
     scheduler: BaseRolloutScheduler,
     is_drawing: bool,
     evaluating: int | None,
+    outage: Outage,
 ) -> str:
     """Everything under way; if there is nothing, the version without which nothing may start. `evaluating`: a version."""
-    parts = []
+    parts = [outage.in_words()] if outage.is_on else []
     if uploader.backlog:
         error = f" (last error: {uploader.last_error})" if uploader.last_error else ""
         parts.append(f"upload of {uploader.backlog} samples{error}")
     if n_running := dispatcher.n_running:
         ages = ", ".join(f"{task_id} {age:.0f} s" for task_id, age in dispatcher.oldest(NAMED).items())
         parts.append(f"{n_running} rollouts ({ages})")
-    elif scheduler.n_in_flight:
-        parts.append(f"retries of {scheduler.n_in_flight} rollouts")
+    elif n_retries := scheduler.n_in_flight - dispatcher.n_doubtful:
+        parts.append(f"retries of {n_retries} rollouts")
+    if dispatcher.n_doubtful:
+        parts.append(f"the status, since {dispatcher.n_doubtful} groups report a version newer than the known ones")
     if is_drawing:
         parts.append("tasks from the dataset")
     if evaluating is not None:

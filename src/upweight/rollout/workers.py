@@ -19,6 +19,7 @@ from queue import SimpleQueue
 from typing import Any, NamedTuple, Protocol
 
 from upweight.rollout.models import Task
+from upweight.rollout.reported import check_reported
 from upweight.rollout.validation import EncodedSample, encode_group
 
 
@@ -45,7 +46,11 @@ class RolloutCall:
 
     def check(self, task: Task[Any], result: Any) -> Finished:
         """Raises `RolloutValidationError` for what cannot be uploaded."""
-        return Finished(result, None if self.group_size is None else encode_group(task.id, result, self.group_size))
+        if self.group_size is None:
+            return Finished(result, None)
+        encoded = encode_group(task.id, result, self.group_size)
+        check_reported(task.id, result)
+        return Finished(result, encoded)
 
 
 async def _wait_for(awaitable: Any) -> Any:
