@@ -18,6 +18,7 @@ from rich.console import Console
 from upweight.rollout import RolloutRunner
 from upweight.rollout.progress import _LiveView, in_words, numbers, reporting
 from upweight.rollout.summary import GroupCounts, RunProgress
+from upweight.rollout.waits import rollouts_in_words
 
 from . import helpers
 
@@ -126,6 +127,24 @@ def test_silent_when_asked_and_bad_names_are_refused(api: Any, caplog: Any, capf
     assert capfd.readouterr() == ("", "")
     with pytest.raises(ValueError, match="progress is 'loud'"):
         RolloutRunner(api, helpers.config(), helpers.rollout, helpers.Counting(), progress="loud")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("n_running", "oldest", "words"),
+    [
+        (1, {"task-a": 43.4}, "43 s for group 9: rollout function still running (task-a)"),
+        (
+            3,
+            {"task-a": 43.4, "task-b": 12.0},
+            "43 s for group 9: rollout function still running (task-a), 12 s for group 11 (task-b), and 1 more",
+        ),
+        (1, {"task-x": 2.0}, "2 s for task-x: rollout function still running"),
+        (2, {}, "2 rollouts"),
+    ],
+)
+def test_the_wait_for_rollouts_tells_age_and_number(n_running: int, oldest: dict[str, float], words: str) -> None:
+    """Failure H14."""
+    assert rollouts_in_words(n_running, oldest, {"task-a": 9, "task-b": 11}) == words
 
 
 # -- the live line
