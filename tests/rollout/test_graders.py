@@ -165,7 +165,7 @@ def test_an_answer_on_which_math_verify_hangs_scores_zero(caplog: pytest.LogCapt
     pytest.importorskip("math_verify")
     from .math_grader import grade_math
 
-    with GraderPool(grade_math, workers=1, timeout=5.0) as pool, caplog.at_level(logging.WARNING):
+    with GraderPool(grade_math, workers=1, timeout=2.0) as pool, caplog.at_level(logging.WARNING):
         assert pool.grade("$4$", "$2+2$") == 1.0
         assert pool.grade("$1$", TOWER, name="sample-9") == 0.0
         assert pool.counts == GraderCounts(graded=1, timed_out=1)
