@@ -198,6 +198,14 @@ def test_settings_that_are_changed_as_text_get_their_types(server, api, tmp_path
     assert settings.executor_type is rollout.ExecutorType.THREAD
 
 
+def test_a_config_of_ones_own_may_be_frozen_and_have_more_fields(server, api):
+    class Mine(rollout.RolloutConfig, frozen=True):
+        note: str = "mine"
+
+    settings = Mine(**helpers.config().model_dump())
+    assert rollout.RolloutRunner(api, settings, helpers.rollout, helpers.Counting()).run().batches_filled == 3
+
+
 def test_context():
     """Failures C8, W12."""
     with TokenFactory("http://host.example", "secret-key") as client:

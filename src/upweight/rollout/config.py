@@ -148,4 +148,6 @@ def check_config(config: RolloutConfig) -> None:
     """
     checked = _CheckedConfig(**config.model_dump(warnings=False))
     for name in RolloutConfig.model_fields:
-        setattr(config, name, getattr(checked, name))
+        given, typed = getattr(config, name), getattr(checked, name)
+        if type(given) is not type(typed):
+            setattr(config, name, typed)
