@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.fakes import Fault
+from upweight.rollout import JobUnavailable
 from upweight.rollout.models import SampleGroup
 
 from . import helpers
@@ -128,4 +130,67 @@ def test_dropping_runs_end_full_however_often_a_rollout_comes_too_late(
     assert server.sizes() == dict.fromkeys(range(6), 4)
     assert server.worst_staleness() <= staleness
     assert summary.batches_filled == 6
+    assert_adds_up(summary)
+
+
+def test_what_is_ready_is_sent_before_an_error_leaves_though_uploads_are_slow(server: Any, make_runner: Any) -> None:
+    """Failures X1, H10: the samples were accepted while an upload was under way; they are not lost with the error."""
+    server.faults.append(Fault("/samples", delay=0.3, times=9))
+
+    def rollout(task: int, context: Any) -> SampleGroup:
+        if task == 6:
+            raise KeyError("seven")
+        return helpers.rollout(task, context)
+
+    with pytest.raises(KeyError, match="seven"):
+        make_runner(rollout, raise_on_rollout_failure=True, max_concurrency=1).run()
+    assert server.sizes() == {0: 4, 1: 2}
+
+
+def test_what_is_ready_is_sent_before_a_lost_job_is_told(server: Any, make_runner: Any) -> None:
+    """Failure H8."""
+
+    def rollout(task: int, context: Any) -> SampleGroup:
+        if task == 2:
+            server.faults.append(Fault("/samples", delay=0.3, times=9))
+            server.status_extra = {"job_status": "failed", "error": {"message": "boom"}}
+        if task == 3:
+            time.sleep(5)
+        return helpers.rollout(task, context)
+
+    runner = make_runner(rollout, max_concurrency=1, shutdown_timeout=1.5)
+    with pytest.raises(JobUnavailable, match="boom"):
+        runner.run()
+    assert server.sizes() == {0: 3}
+
+
+def test_after_a_rollback_tasks_are_stamped_with_the_lower_version(server: Any, make_runner: Any) -> None:
+    """Failure X3: those in flight keep theirs."""
+    server.trains, server.version = False, 1
+
+    def rollout(task: int, context: Any) -> SampleGroup:
+        if task == 3:
+            server.version = 0
+            time.sleep(0.15)  # until the run knows
+        return SampleGroup(samples=[helpers.good_sample(metadata={"task": str(task)})])
+
+    make_runner(rollout, num_batches=2, allowed_staleness=None, max_concurrency=1).run()
+    stamps = {int(s["metadata"]["task"]): s["debug_info"]["starting_inference_version"] for s in server.samples()}
+    assert [stamps[n] for n in range(8)] == [1, 1, 1, 1, 0, 0, 0, 0]
+
+
+def test_the_late_result_of_a_rollout_that_was_given_up_is_ignored(server: Any, make_runner: Any) -> None:
+    """Failure H14: it comes while the run goes on, and counts nowhere."""
+    late = threading.Event()
+
+    def rollout(task: int, context: Any) -> SampleGroup:
+        time.sleep(0.5 if task == 0 else 0.05)
+        if task == 0:
+            late.set()
+        return SampleGroup(samples=[helpers.good_sample(metadata={"task": str(task)})])
+
+    summary = make_runner(rollout, rollout_timeout=0.2, allowed_staleness=None, max_concurrency=2, num_batches=6).run()
+    assert late.is_set()
+    assert (summary.timed_out, summary.accepted) == (1, 24)
+    assert "0" not in {sample["metadata"]["task"] for sample in server.samples()}
     assert_adds_up(summary)
