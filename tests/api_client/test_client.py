@@ -111,6 +111,8 @@ def test_headers_of_the_caller_win(server, client):
         (404, {"detail": "no job"}, api.NotFoundError, "no job", 1),
         (404, b"<html>", api.NotFoundError, "Resource not found", 1),
         (429, {"detail": "slow down"}, api.BadRequestError, "slow down", 4),
+        (413, {"detail": "too large"}, api.BadRequestError, "too large", 1),
+        (425, {"detail": "too early"}, api.BadRequestError, "too early", 4),
         (408, {}, api.BadRequestError, "Request Timeout", 4),
         (500, {"detail": "x"}, api.InternalServerError, "Status code: 500", 4),
         (200, b"<html>", api.JsonParseError, "/status answered 200 with a body that is not JSON", 4),

@@ -1,6 +1,7 @@
 """The examples and the quick start, end to end against the fake server."""
 
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -11,7 +12,7 @@ from openai.types.chat import ChatCompletion
 
 from tests.fakes import JOB, FakeJobServer
 from upweight.api_client import TokenFactory
-from upweight.examples import grpo, utils
+from upweight.examples import basic, grpo, utils
 from upweight.rollout import RolloutConfig, RolloutContext, RolloutRunner
 
 
@@ -131,6 +132,69 @@ def test_modules_run_from_the_environment(server, module):
     assert done.returncode == 0, done.stderr
     assert "batches_filled=2" in done.stdout
     assert server.sizes() == {0: 4, 1: 4}
+
+
+ENVIRONMENT = {
+    "TOKENFACTORY_BASE_URL": "http://127.0.0.1:9",
+    "TOKENFACTORY_API_KEY": "k",
+    "TOKENFACTORY_ROLLOUT_JOB_ID": JOB,
+}
+
+
+def set_environment(monkeypatch, **changes):
+    """The three variables, with changes; None takes one away."""
+    for name, value in {**ENVIRONMENT, **changes}.items():
+        monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize("example", [basic, grpo])
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"TOKENFACTORY_API_KEY": None}, "TOKENFACTORY_API_KEY is not set; export it; `upweight jobs create` prints"),
+        ({"TOKENFACTORY_API_KEY": " "}, "TOKENFACTORY_API_KEY is not set"),
+        ({"TOKENFACTORY_BASE_URL": None}, "TOKENFACTORY_BASE_URL is not set; export it"),
+        ({"TOKENFACTORY_BASE_URL": "host"}, "TOKENFACTORY_BASE_URL: base_url 'host' needs a scheme and a host"),
+        ({"TOKENFACTORY_ROLLOUT_JOB_ID": None}, "TOKENFACTORY_ROLLOUT_JOB_ID is not set; export it"),
+        ({"TOKENFACTORY_ROLLOUT_BATCH_SIZE": "many"}, "TOKENFACTORY_ROLLOUT_BATCH_SIZE is 'many': Input should be a"),
+        (
+            {"TOKENFACTORY_ROLLOUT_UPLOAD_TIMEOUT": "nan"},
+            "TOKENFACTORY_ROLLOUT_UPLOAD_TIMEOUT is 'nan': upload_timeout",
+        ),
+        ({"MAX_TOKENS": "few"}, "MAX_TOKENS is 'few': Input should be a valid integer"),
+    ],
+)
+def test_what_is_missing_is_one_line_with_the_remedy(monkeypatch, capsys, example, changes, line):
+    set_environment(monkeypatch, **changes)
+    monkeypatch.setattr(sys, "argv", ["example"])
+    with pytest.raises(SystemExit) as ended:
+        example.main()
+    assert ended.value.code == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith(f"error: {line}")
+
+
+def test_a_run_that_fails_is_one_line(monkeypatch, capsys, server):
+    server.status_extra = {"job_status": "failed", "error": {"message": "out of memory"}}
+    set_environment(monkeypatch, TOKENFACTORY_BASE_URL=server.url)
+    monkeypatch.setattr(sys, "argv", ["example"])
+    with pytest.raises(SystemExit) as ended:
+        basic.main()
+    assert ended.value.code == 1
+    assert re.fullmatch(r"error: Job .* failed: .*out of memory.*\n", capsys.readouterr().err)
+
+
+def bare_environment():
+    return {name: value for name, value in os.environ.items() if not name.startswith("TOKENFACTORY_")}
+
+
+@pytest.mark.parametrize("module", ["basic", "grpo", "math"])
+def test_help_needs_no_settings_and_says_what_to_set(module):
+    command = [sys.executable, "-W", "error", "-m", f"upweight.examples.{module}", "--help"]
+    done = subprocess.run(command, env=bare_environment(), capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "--help" in done.stdout
 
 
 QUICK_START = textwrap.dedent("""

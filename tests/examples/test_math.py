@@ -114,11 +114,20 @@ def test_a_run_skips_groups_without_variance() -> None:
 
 
 def test_the_command_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def error(*arguments: str) -> str:
+        result = CliRunner().invoke(example.main, arguments)
+        assert result.exit_code == 2
+        return result.output
+
+    for name in ("BASE_URL", "API_KEY", "ROLLOUT_JOB_ID"):
+        monkeypatch.delenv(f"TOKENFACTORY_{name}", raising=False)
+    assert error() == "error: TOKENFACTORY_BASE_URL is not set; export it; `upweight jobs create` prints the line\n"
+    monkeypatch.setenv("TOKENFACTORY_BASE_URL", "http://127.0.0.1:9")
+    assert error().startswith("error: TOKENFACTORY_API_KEY is not set")
     monkeypatch.setenv("TOKENFACTORY_API_KEY", "k")
+    assert error().startswith("error: TOKENFACTORY_ROLLOUT_JOB_ID is not set")
     monkeypatch.setitem(sys.modules, "datasets", None)
-    result = CliRunner().invoke(example.main, ["--job-id", "j"])
-    assert isinstance(result.exception, ImportError)
-    assert "pip install datasets" in str(result.exception)
+    assert error("--job-id", "j").endswith("pip install datasets\n")
     assert "--no-replacement" in CliRunner().invoke(example.main, ["--help"]).output
 
 

@@ -9,7 +9,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Core
 
 from tests.conftest import TINY_CONFIG
-from upweight.examples.online import Settings, VowelShare, train
+from upweight.examples.online import Settings, VowelShare, main, train
 from upweight.models.config import DecoderConfig
 from upweight.models.decoder import random_params
 from upweight.tokenizer import Tokenizer
@@ -56,3 +56,13 @@ def test_rollouts_are_replayed(byte_model: Path, capsys: pytest.CaptureFixture[s
 
 def test_the_reward() -> None:
     assert VowelShare().score(["p"], [["aei", "xyzE", ""]]) == [[1.0, 0.25, 0.0]]
+
+
+def test_a_model_that_is_not_there_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["online", "--model", str(tmp_path / "none")])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith("error: no model at ")

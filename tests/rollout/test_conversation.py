@@ -83,7 +83,7 @@ def play(conversation: Conversation, turns: list[Any]) -> tuple[list[list[int]],
 @settings(max_examples=25, deadline=None)
 @given(turns=TURNS)
 def test_what_was_sampled_is_kept_and_nothing_else_is_trained(name: str, history: Any, turns: list[Any]) -> None:
-    """Reports T1, T6, T9, M7."""
+    """Reports T1, T6, T9, T11, M7: turns are merged by exact prefix, and only where that fails there is another sample."""
     render = RENDERS[name]
     conversation = Conversation(CONTEXT, [USER], render=render, history=history)
     prompts, answers = play(conversation, turns)

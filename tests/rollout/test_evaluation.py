@@ -1,4 +1,9 @@
+import threading
+import time
+
 import pytest
+
+from upweight.rollout import evaluation
 
 from . import helpers
 
@@ -75,3 +80,27 @@ def test_the_record_of_the_job_continues_after_a_resumption(server, evaluated):
     assert [m["batch_index"] for m in server.metrics] == [0, 1, 2, 2, 3, 4]
     assert [m["metrics"]["score"] for m in server.metrics] == [0, 1, 2, 2, 3, 4]
     assert summary.started == 8
+
+
+def test_a_last_version_that_never_comes_ends_the_run_without_it(server, evaluated, monkeypatch, caplog):
+    monkeypatch.setattr(evaluation, "FINAL_VERSION_WAIT_S", 0.2)
+    server.trains = False
+    summary = evaluated(async_score, num_batches=1).run()
+    assert (summary.reason, summary.evaluations) == ("all batches are filled", {0: {"score": 1.0}})
+    assert "No last evaluation: version 1 was not served after 0 s" in caplog.text
+
+
+def test_a_version_that_comes_during_an_evaluation_is_passed_over(server, evaluated):
+    """The one after it is due again."""
+
+    def score(task, context):
+        if server.version == 1:
+            server.version = 2
+            time.sleep(0.1)  # the run sees it meanwhile
+        return {"score": 1.0}
+
+    server.trains = False
+    server.version = 1
+    runner = evaluated(score, eval_every=1, num_batches=3)
+    threading.Timer(0.5, lambda: setattr(server, "version", 3)).start()
+    assert sorted(runner.run().evaluations) == [1, 3]

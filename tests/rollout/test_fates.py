@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -15,8 +17,8 @@ import pytest
 
 from upweight.rollout import DatasetExhausted, RolloutStalled
 from upweight.rollout.datasets import SequenceDataset
-from upweight.rollout.group_log import main as browse
 from upweight.rollout.group_log import read_groups
+from upweight.rollout.group_log.__main__ import main as browse
 from upweight.rollout.models import SampleGroup
 from upweight.schedulers import create_rollout_scheduler
 
@@ -240,6 +242,37 @@ def test_groups_are_logged_and_can_be_browsed(
     assert "rewards [0.25], tokens [3]" in capsys.readouterr().out
     browse([str(file), "--task", failed["task_id"]])
     assert json.loads(capsys.readouterr().out) == failed
+
+
+def test_the_log_is_browsed_from_the_command_line(make_runner: Any, tmp_path: Path) -> None:
+    """Without a warning of Python about a module imported twice; what cannot be read is told in one line."""
+    file = tmp_path / "groups.jsonl"
+    make_runner(group_log=file).run()
+    command = [sys.executable, "-W", "error", "-m", "upweight.rollout.group_log"]
+    done = subprocess.run([*command, str(file)], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.count(" accepted: rewards [1.0], tokens [3]; task ") == 12
+
+
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        (None, "cannot be read: No such file or directory"),
+        (b"[1]\n", "is no log of groups: TypeError"),
+        (b"{}\n", "is no log of groups: KeyError: 'fate'"),
+        (b"nothing\n", "is no log of groups: JSONDecodeError"),
+    ],
+)
+def test_what_is_no_log_of_groups_is_told_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes | None, line: str
+) -> None:
+    file = tmp_path / "groups.jsonl"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(SystemExit) as ended:
+        browse([str(file), "--fate", "failed"])
+    assert ended.value.code == 2
+    assert line in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_a_log_that_cannot_be_written_ends_no_run(

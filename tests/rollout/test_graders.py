@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -136,9 +139,20 @@ def test_errors_can_be_raised_and_bad_use_is_named() -> None:
         pool.grade("raise", name="sample-3")
     with pytest.raises(TypeError, match="top of a module"):
         GraderPool(lambda x: x)
-    with pytest.raises(ValueError, match="must be above 0"):
-        GraderPool(by_order, timeout=0)
     assert GraderCounts(1, 2, 3, 4).total == 10
+
+
+@pytest.mark.parametrize("value", [0, -1, math.inf, math.nan, 1e12, "10", None])
+@pytest.mark.parametrize("name", ["timeout", "start_timeout"])
+def test_limits_that_cannot_be_kept_are_refused(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"{name} is {re.escape(repr(value))}; it must be above 0 and up to 86400"):
+        GraderPool(by_order, **{name: value})
+
+
+@pytest.mark.parametrize("value", [0, 1.5, True, None])
+def test_a_number_of_workers_that_is_none_is_refused(value: Any) -> None:
+    with pytest.raises(ValueError, match=f"workers is {value!r}; it must be a whole number"):
+        GraderPool(by_order, workers=value)
 
 
 @pytest.mark.ci
@@ -165,7 +179,7 @@ def test_an_answer_on_which_math_verify_hangs_scores_zero(caplog: pytest.LogCapt
     pytest.importorskip("math_verify")
     from .math_grader import grade_math
 
-    with GraderPool(grade_math, workers=1, timeout=5.0) as pool, caplog.at_level(logging.WARNING):
+    with GraderPool(grade_math, workers=1, timeout=2.0) as pool, caplog.at_level(logging.WARNING):
         assert pool.grade("$4$", "$2+2$") == 1.0
         assert pool.grade("$1$", TOWER, name="sample-9") == 0.0
         assert pool.counts == GraderCounts(graded=1, timed_out=1)

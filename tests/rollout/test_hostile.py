@@ -110,34 +110,47 @@ def raise_the_unspeakable(task: Any, context: Any) -> SampleGroup:
     return helpers.rollout(0, context)
 
 
-@pytest.mark.parametrize(
-    "result",
-    [
-        SampleGroup(samples=(s for s in [helpers.good_sample()])),  # type: ignore[arg-type]
-        SampleGroup(samples=None),  # type: ignore[arg-type]
-        SampleGroup(samples=[None]),  # type: ignore[list-item]
-        SampleGroup(samples=[helpers.good_sample(token_ids=None)]),
-        SampleGroup(samples=[helpers.good_sample(logprobs="abc")]),
-        SampleGroup(samples=[helpers.good_sample(id=None)]),
-        SampleGroup(samples=[helpers.good_sample(id="")]),
-        [helpers.good_sample()],
-        helpers.good_sample(),
-        asyncio.sleep,
-    ],
-    ids=lambda value: type(value).__name__,
-)
-def test_results_of_any_shape_are_failed_rollouts(server: Any, make_runner: Any, result: Any) -> None:
-    """Failure X4: whatever comes back, the dispatcher lives on and another task takes the place."""
+BAD_SAMPLES: dict[str, dict[str, Any]] = {
+    "sample 0: token_ids is None, which has no length; give a list": {"token_ids": None},
+    "sample 0: logprobs is None, which has no length; give a list": {"logprobs": None},
+    "sample 0: mask is None, which has no length; give a list": {"mask": None},
+    "sample 0: token_ids is of type int, which has no length": {"token_ids": 5},
+    "sample 0: mask is of type generator, which has no length": {"mask": (1 for _ in range(3))},
+    "sample 0: logprobs is a str; give a list": {"logprobs": "abc"},
+    "sample 0: token_ids is a set; give a list": {"token_ids": {1, 2, 3}},
+    "sample 0: token_ids: 'NoneType' object cannot be interpreted as an integer": {"token_ids": [None] * 3},
+    "sample 0: normalized_reward: must be real number, not NoneType": {"normalized_reward": None},
+    "sample 0: id None must be a text": {"id": None},
+    "sample 0: id '' must be a text": {"id": ""},
+}
+BAD_RESULTS: dict[str, Any] = {
+    "samples is of type generator, which has no length": SampleGroup(samples=(s for s in [helpers.good_sample()])),  # type: ignore[arg-type]
+    "samples is None, which has no length; give a list": SampleGroup(samples=None),  # type: ignore[arg-type]
+    "samples is of type Sample, which has no length": SampleGroup(samples=helpers.good_sample()),  # type: ignore[arg-type]
+    "sample 0: expected a Sample, got NoneType": SampleGroup(samples=[None]),  # type: ignore[list-item]
+    "expected a SampleGroup, got list": [helpers.good_sample()],
+    "expected a SampleGroup, got Sample": helpers.good_sample(),
+    "expected a SampleGroup, got function": asyncio.sleep,
+    "expected a SampleGroup, got NoneType": None,
+    **{line: SampleGroup(samples=[helpers.good_sample(**change)]) for line, change in BAD_SAMPLES.items()},
+}
+
+
+@pytest.mark.parametrize("line", BAD_RESULTS)
+def test_results_of_any_shape_are_failed_rollouts(server: Any, make_runner: Any, caplog: Any, line: str) -> None:
+    """Failure X4: whatever comes back, the log names sample and field, and another task takes the place before any upload."""
     first = threading.Event()
 
     def rollout(task: int, context: Any) -> Any:
         if not first.is_set():
             first.set()
-            return result
+            return BAD_RESULTS[line]
         return helpers.rollout(task, context)
 
     summary = make_runner(rollout, max_concurrency=1).run()
-    assert (summary.batches_filled, summary.failed) == (3, 1)
+    assert (summary.batches_filled, summary.failed, sum(summary.errors.values())) == (3, 1, 1)
+    assert server.sizes() == {0: 4, 1: 4, 2: 4}
+    assert line in next(r.getMessage() for r in caplog.records if "failed after 1 attempts" in r.getMessage())
 
 
 def test_an_async_rollout_that_blocks_its_loop_is_shown_and_stopped(server: Any, make_runner: Any) -> None:

@@ -180,7 +180,7 @@ class Graded:
 
 def test_a_grader_pool_travels_to_worker_processes(server: Any, make_runner: Any) -> None:
     """Reports R1 to R4 with `executor_type="process"`: a hanging grade costs one score there too."""
-    with GraderPool(by_order, workers=2, timeout=3.0) as pool:
+    with GraderPool(by_order, workers=2, timeout=1.0) as pool:
         summary = make_runner(Graded(pool), executor_type="process", max_concurrency=2, num_batches=2).run()
         assert pool.counts.total == 0
     assert (summary.batches_filled, summary.failed) == (2, 0)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import math
 import pickle
 import re
 
@@ -130,6 +131,8 @@ def test_config_from_the_environment(monkeypatch, text):
         ({"max_concurrency": 0}, "max_concurrency"),
         ({"num_rollout_retries": -1}, "num_rollout_retries"),
         ({"status_polling_interval": -0.1}, "status_polling_interval"),
+        ({"status_polling_interval": "often"}, "status_polling_interval"),
+        ({"job_id": ""}, "job_id"),
     ],
 )
 def test_bad_settings_are_refused_by_the_runner(change, message):
@@ -139,6 +142,68 @@ def test_bad_settings_are_refused_by_the_runner(change, message):
         setattr(settings, name, value)
     with TokenFactory("http://127.0.0.1:9", "k") as client, pytest.raises(ValidationError, match=message):
         rollout.RolloutRunner(client, settings, helpers.rollout, helpers.Counting())
+
+
+TIMES = {
+    "status_polling_interval": "from 0 to 3600 seconds",
+    "job_init_timeout": "from 0 to 31536000 seconds; None means no limit",
+    "rollout_timeout": "above 0 and up to 31536000 seconds; None means no limit",
+    "rollout_retry_backoff": "from 0 to 3600 seconds",
+    "status_failure_timeout": "from 0 to 31536000 seconds; None means no limit",
+    "no_progress_timeout": "above 0 and up to 31536000 seconds; None means no limit",
+    "shutdown_timeout": "from 0 to 86400 seconds",
+    "upload_timeout": "from 0 to 31536000 seconds",
+}
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan, 1e12, -1])
+@pytest.mark.parametrize("name", TIMES)
+def test_times_that_nobody_can_wait_are_refused_with_their_range(name, value):
+    """At construction of the config, and by the runner for what was set later."""
+    line = re.escape(f"{name} is {value}; it must be {TIMES[name]}")
+    with pytest.raises(ValidationError, match=line):
+        helpers.config(**{name: value})
+    settings = helpers.config()
+    setattr(settings, name, value)
+    with TokenFactory("http://127.0.0.1:9", "k") as client, pytest.raises(ValidationError, match=line):
+        rollout.RolloutRunner(client, settings, helpers.rollout, helpers.Counting())
+
+
+def test_times_from_the_environment_have_the_same_range(monkeypatch):
+    monkeypatch.setenv("TOKENFACTORY_ROLLOUT_UPLOAD_TIMEOUT", "inf")
+    with pytest.raises(ValidationError, match="upload_timeout is inf; it must be from 0 to"):
+        helpers.config()
+
+
+def test_places_on_disk_that_cannot_be_used_are_refused(tmp_path):
+    file = tmp_path / "file"
+    file.touch()
+    for spool in (file, file / "below" / "it"):
+        line = re.escape(f"spool_dir is {spool}, but {file} is a file; name a folder")
+        with pytest.raises(ValidationError, match=line):
+            helpers.config(spool_dir=spool)
+    with pytest.raises(ValidationError, match=re.escape(f"group_log is {tmp_path}, which is a folder; name a file")):
+        helpers.config(group_log=tmp_path)
+    with pytest.raises(ValidationError, match=re.escape(f"group_log is {file / 'it'}, but {file} is a file")):
+        helpers.config(group_log=file / "it")
+    made = helpers.config(spool_dir=tmp_path / "new" / "spool", group_log=tmp_path / "new" / "groups.jsonl")
+    assert (made.spool_dir, made.group_log) == (tmp_path / "new" / "spool", tmp_path / "new" / "groups.jsonl")
+
+
+def test_settings_that_are_changed_as_text_get_their_types(server, api, tmp_path):
+    settings = helpers.config()
+    settings.executor_type, settings.status_polling_interval, settings.spool_dir = "thread", "0.02", str(tmp_path)
+    runner = rollout.RolloutRunner(api, settings, helpers.rollout, helpers.Counting())
+    assert runner.run().batches_filled == 3
+    assert settings.executor_type is rollout.ExecutorType.THREAD
+
+
+def test_a_config_of_ones_own_may_be_frozen_and_have_more_fields(server, api):
+    class Mine(rollout.RolloutConfig, frozen=True):
+        note: str = "mine"
+
+    settings = Mine(**helpers.config().model_dump())
+    assert rollout.RolloutRunner(api, settings, helpers.rollout, helpers.Counting()).run().batches_filled == 3
 
 
 def test_context():

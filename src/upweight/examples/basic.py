@@ -6,14 +6,13 @@ TOKENFACTORY_ROLLOUT_JOB_ID; other TOKENFACTORY_ROLLOUT_ variables replace the s
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from functools import partial
 from random import choices
 
 from pydantic_settings import BaseSettings
 
-from upweight.api_client import TokenFactory
+from upweight.examples import command
 from upweight.examples.utils import parse_completion, version_info
 from upweight.rollout import RolloutConfig, RolloutContext, RolloutRunner
 from upweight.rollout.models import Sample, SampleGroup
@@ -84,15 +83,15 @@ def roll_out_task(task: Task, context: RolloutContext, my_config: MyConfig) -> S
 
 
 def main() -> None:
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    with TokenFactory() as api_client:
+    command.begin(__doc__)
+    with command.client_from_environment() as api_client:
         runner = RolloutRunner(
             api_client=api_client,
-            config=ExampleConfig(),  # the job id comes from the environment
+            config=command.from_environment(ExampleConfig),  # the job id comes from there
             dataset=Dataset(),
-            rollout_fn=partial(roll_out_task, my_config=MyConfig()),
+            rollout_fn=partial(roll_out_task, my_config=command.from_environment(MyConfig)),
         )
-        print(runner.run())
+        print(command.finish(runner))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ TOKENFACTORY_ROLLOUT_JOB_ID; other TOKENFACTORY_ROLLOUT_ variables replace the s
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from functools import partial
 from random import choices, randint
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from pydantic_settings import BaseSettings
 
-from upweight.api_client import TokenFactory
+from upweight.examples import command
 from upweight.examples.utils import call_concurrently, group_advantages, parse_completion, scored_sample
 from upweight.rollout import RolloutConfig, RolloutContext, RolloutRunner
 from upweight.rollout.models import Sample, SampleGroup
@@ -95,15 +94,15 @@ def _to_sample(completion: ChatCompletion, reward: float, advantage: float) -> S
 
 
 def main() -> None:
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    with TokenFactory() as api_client:
+    command.begin(__doc__)
+    with command.client_from_environment() as api_client:
         runner = RolloutRunner(
             api_client=api_client,
-            config=ExampleConfig(),  # the job id comes from the environment
+            config=command.from_environment(ExampleConfig),  # the job id comes from there
             dataset=Dataset(),
-            rollout_fn=partial(roll_out_task, my_config=MyConfig()),
+            rollout_fn=partial(roll_out_task, my_config=command.from_environment(MyConfig)),
         )
-        print(runner.run())
+        print(command.finish(runner))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ Run it as a module: run as a file, its folder would come first on the path and h
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from upweight.api_client import TokenFactory
+from upweight.examples import command
 from upweight.examples.utils import call_concurrently, group_advantages, parse_completion, scored_sample
 from upweight.rollout import RolloutConfig, RolloutContext, RolloutRunner
 from upweight.rollout.datasets import SequenceDataset, position_in
@@ -245,21 +244,30 @@ def _to_sample(completion: ChatCompletion, reward: float, advantage: float) -> S
 @click.option("--max-tokens", type=int, help="Default: 2048.")
 def main(job_id: str | None, **options: Any) -> None:
     """Train a model on competition mathematics."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    mine = MathExampleConfig(**{name: value for name, value in options.items() if value is not None})
-    with TokenFactory() as api_client:
+    command.show_logs()
+    mine = command.from_environment(
+        MathExampleConfig, **{k: value for k, value in options.items() if value is not None}
+    )
+    with command.client_from_environment() as api_client:
         runner = RolloutRunner(
             api_client=api_client,
-            config=ExampleRolloutConfig(job_id=job_id) if job_id else ExampleRolloutConfig(),
-            dataset=MathDAPODataset(
-                path=mine.dataset_path,
-                split=mine.dataset_split,
-                seed=mine.dataset_seed,
-                with_replacement=mine.with_replacement,
-            ),
+            config=command.from_environment(ExampleRolloutConfig, **({"job_id": job_id} if job_id else {})),
+            dataset=_dataset(mine),
             rollout_fn=partial(roll_out_task, math_config=mine),
         )
-        click.echo(runner.run())
+        click.echo(command.finish(runner))
+
+
+def _dataset(mine: MathExampleConfig) -> MathDAPODataset:
+    try:
+        return MathDAPODataset(
+            path=mine.dataset_path,
+            split=mine.dataset_split,
+            seed=mine.dataset_seed,
+            with_replacement=mine.with_replacement,
+        )
+    except ImportError as error:
+        command.refuse(str(error))
 
 
 if __name__ == "__main__":

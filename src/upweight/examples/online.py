@@ -10,6 +10,7 @@ import argparse
 import logging
 from dataclasses import dataclass, fields
 
+from upweight.errors import ModelError
 from upweight.inference import InferenceScheduler
 from upweight.online import BaseRewardModel, OnlineStep, OnlineTrainer, RolloutGenerator, RolloutRunner
 from upweight.training.policy_trainer import PolicyTrainer
@@ -81,7 +82,11 @@ def main() -> None:
     for field in fields(Settings):
         default = field.default
         parser.add_argument(f"--{field.name.replace('_', '-')}", type=type(default), default=default)
-    rewards = train(Settings(**vars(parser.parse_args())))
+    settings = Settings(**vars(parser.parse_args()))
+    try:
+        rewards = train(settings)
+    except ModelError as error:
+        parser.exit(2, f"error: {error}\n")
     print(f"reward {rewards[0]:.3f} → {rewards[-1]:.3f}")
 
 

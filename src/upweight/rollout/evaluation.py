@@ -29,7 +29,7 @@ from upweight.rollout.workers import InThread, Outcome, RolloutCall, WorkerPool
 
 logger = logging.getLogger(__name__)
 
-FINAL_VERSION_WAIT_S = 600.0
+FINAL_VERSION_WAIT_S = 600.0  # for the version of the last batch, once that is full
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ class EvaluationSchedule:
         self._final_since = self._final_since or time.monotonic()
         waited = time.monotonic() - self._final_since
         if version < batches_filled and (is_last_version or waited > FINAL_VERSION_WAIT_S):
-            logger.warning("No last evaluation: version %d was not served", batches_filled)
+            logger.warning("No last evaluation: version %d was not served after %.0f s", batches_filled, waited)
             return True
         if version >= batches_filled:
             self._start(version)

@@ -28,6 +28,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from upweight.errors import RolloutError
+from upweight.rollout.config import DAY_S
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +54,14 @@ class GraderCounts:
     @property
     def total(self) -> int:
         return self.graded + self.timed_out + self.died + self.raised
+
+
+def _check_limits(workers: int, **seconds: float) -> None:
+    if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
+        raise ValueError(f"workers is {workers!r}; it must be a whole number of processes from 1")
+    for name, value in seconds.items():
+        if not isinstance(value, int | float) or not 0 < value <= DAY_S:  # NaN is in no range
+            raise ValueError(f"{name} is {value!r}; it must be above 0 and up to {DAY_S} seconds")
 
 
 class GraderPool:
@@ -82,8 +91,7 @@ class GraderPool:
         raise_on_error: bool = False,
         start_timeout: float = 60.0,
     ) -> None:
-        if workers < 1 or timeout <= 0 or start_timeout <= 0:
-            raise ValueError(f"workers {workers}, timeout {timeout} and start_timeout {start_timeout} must be above 0")
+        _check_limits(workers, timeout=timeout, start_timeout=start_timeout)
         try:
             self._payload = pickle.dumps(fn)
         except (pickle.PicklingError, AttributeError, TypeError) as error:

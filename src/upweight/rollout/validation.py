@@ -14,7 +14,7 @@ import json
 import math
 import operator
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter
@@ -81,10 +81,10 @@ def encode_group(task_id: str, group: object, expected_size: int) -> list[Encode
         )
     if group.is_rejected:
         return []
-    if len(group.samples) != expected_size:
+    size = _length(f"Task {task_id}", "samples", group.samples)
+    if size != expected_size:
         raise RolloutValidationError(
-            f"Task {task_id}: expected {expected_size} samples in the group, got {len(group.samples)}",
-            reason="wrong_size",
+            f"Task {task_id}: expected {expected_size} samples in the group, got {size}", reason="wrong_size"
         )
     return [_encode(f"Task {task_id}, sample {index}", sample) for index, sample in enumerate(group.samples)]
 
@@ -92,9 +92,9 @@ def encode_group(task_id: str, group: object, expected_size: int) -> list[Encode
 def _encode(where: str, sample: object) -> EncodedSample:
     if not isinstance(sample, Sample):
         raise RolloutValidationError(f"{where}: expected a Sample, got {type(sample).__name__}", reason="wrong_type")
-    lengths = {len(sample.token_ids), len(sample.logprobs), len(sample.mask)}
+    each = {name: _length(where, name, getattr(sample, name)) for name in ("token_ids", "logprobs", "mask")}
+    lengths = set(each.values())
     if len(lengths) != 1:
-        each = {name: len(getattr(sample, name)) for name in ("token_ids", "logprobs", "mask")}
         raise RolloutValidationError(f"{where}: lengths differ: {each}", reason="lengths")
     if lengths == {0}:
         raise RolloutValidationError(f"{where}: token_ids is empty", reason="empty")
@@ -121,6 +121,20 @@ def _encode(where: str, sample: object) -> EncodedSample:
     parts = _to_json(plain)[1:-1], _digits(mask), _checked_debug_info(where, sample)
     fields = b'%b,"mask":[%b],"debug_info":{%b' % parts
     return EncodedSample(_checked_id(where, sample), fields, reported_version([sample]), len(token_ids))
+
+
+def _length(where: str, field: str, values: Any) -> int:
+    if type(values) is list:
+        return len(values)
+    if isinstance(values, str | Set | Mapping):
+        raise RolloutValidationError(f"{where}: {field} is a {type(values).__name__}; give a list", reason="wrong_type")
+    try:
+        return len(values)
+    except TypeError:
+        shown = "None" if values is None else f"of type {type(values).__name__}"
+        raise RolloutValidationError(
+            f"{where}: {field} is {shown}, which has no length; give a list", reason="wrong_type"
+        ) from None
 
 
 def _digits(mask: bytes) -> bytes:

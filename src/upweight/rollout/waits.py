@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 logger = logging.getLogger(__name__)
 
@@ -41,3 +41,20 @@ class WaitWatch:
             logger.warning("No progress for %.0f s; waiting for %s", now - self._progress, cause)
         if limit is not None and now - self._accepted >= limit:
             raise stalled(now - self._accepted)
+
+
+def rollouts_in_words(n_running: int, oldest: Mapping[str, float], numbers: Mapping[str, int]) -> str:
+    """Which rollouts are awaited: `43 s for group 9: rollout function still running (task-…), 12 s for group 11 (task-…)`.
+
+    `oldest`: task ids → seconds, the longest first; `numbers`: the places of tasks in the data, which are their groups' numbers.
+    """
+    parts: list[str] = []
+    for task_id, seconds in oldest.items():
+        number = numbers.get(task_id)
+        is_first, named = not parts, "" if number is None else f"group {number}"
+        running = ": rollout function still running" if is_first else ""
+        identity = f" ({task_id})" if named else ""
+        parts.append(f"{seconds:.0f} s for {named or task_id}{running}{identity}")
+    if n_running > len(oldest):
+        parts.append(f"and {n_running - len(oldest)} more" if parts else f"{n_running} rollouts")
+    return ", ".join(parts)

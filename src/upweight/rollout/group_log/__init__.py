@@ -6,12 +6,13 @@ A line has `time` (seconds since 1970), `job_id`, `task_id`, `task` (what the da
 `reasons` (one for each failed attempt), `error` and `samples` as they are uploaded. The fate "accepted" also stands for groups
 that wait for their batch.
 
+The way to look through it is `__main__` of this package, since a module that `upweight.rollout` imports cannot be run as well.
+
 Invariant: logging never ends a run; a file that cannot be written is given up with one warning.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import logging
@@ -26,7 +27,7 @@ from upweight.rollout.validation import StampedSample
 
 logger = logging.getLogger(__name__)
 
-SHOWN_CHARS = 60
+FATES = ("accepted", "rejected", "failed", "timed_out", "dropped_stale", "surplus")
 
 
 class GroupLog:
@@ -97,37 +98,3 @@ def read_groups(path: Path) -> Iterator[dict[str, Any]]:
         for line in file:
             if line.endswith(b"\n"):
                 yield json.loads(line)
-
-
-def line_of(group: dict[str, Any]) -> str:
-    """One group in one line."""
-    when = time.strftime("%H:%M:%S", time.localtime(group["time"]))
-    rewards = [_reward(sample) for sample in group["samples"]]
-    lengths = [len(sample["token_ids"]) for sample in group["samples"]]
-    said = f"rewards {rewards}, tokens {lengths}" if rewards else group["error"] or ""
-    task = json.dumps(group["task"], ensure_ascii=False)
-    task = task if len(task) <= SHOWN_CHARS else f"{task[:SHOWN_CHARS]}…"
-    return f"{when} {group['task_id']} version {group['version']} {group['fate']}: {said}; task {task}"
-
-
-def _reward(sample: dict[str, Any]) -> float:
-    raw = sample["debug_info"].get("reward", sample["normalized_reward"])
-    return round(raw, 4) if isinstance(raw, int | float) else raw
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Look through the groups of a run.")
-    parser.add_argument("file", type=Path)
-    parser.add_argument("--fate", help="accepted, rejected, failed, timed_out, dropped_stale or surplus")
-    parser.add_argument("--task", help="show this task's group in full")
-    options = parser.parse_args(arguments)
-    for group in read_groups(options.file):
-        if options.task is not None:
-            if group["task_id"] == options.task:
-                print(json.dumps(group, indent=1, ensure_ascii=False))
-        elif options.fate in (None, group["fate"]):
-            print(line_of(group))
-
-
-if __name__ == "__main__":
-    main()
