@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from upweight.rollout.arguments import check_arguments, plan_evaluation
+from upweight.api_client import TokenFactory
+from upweight.rollout import RolloutRunner
 
 from . import helpers
 
@@ -16,8 +17,8 @@ def score(task: int, context: Any) -> dict[str, float]:
 
 
 def construct(rollout_fn: Any = helpers.rollout, dataset: Any = helpers.Counting(), **evaluation: Any) -> None:
-    check_arguments(rollout_fn, dataset)
-    plan_evaluation(*(evaluation.get(name) for name in ("eval_dataset", "eval_every", "eval_fn")))
+    with TokenFactory("http://127.0.0.1:9", "k") as client:
+        RolloutRunner(client, helpers.config(), rollout_fn, dataset, **evaluation)
 
 
 REFUSED = [

@@ -89,6 +89,7 @@ def test_a_plain_script_off_a_terminal_prints_plain_lines(server: Any) -> None:
         re.match(r"job-1: [0-3]/3 batches filled after 0:00:0\d, \d samples in the next; ", line) for line in lines
     )
     assert lines[-1].startswith("job-1: 3/3 batches filled")
+    assert lines[-1].endswith("0 in flight")  # and waits for nothing
     assert 1 < len(lines) < 6
 
 

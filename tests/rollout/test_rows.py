@@ -30,14 +30,14 @@ def test_a_retried_rollout_has_the_version_of_the_attempt_that_gave_its_samples(
             server.version = 1
             time.sleep(0.15)  # until the run knows
             raise ConnectionError("the engine restarted")
-        info = {"token_inference_versions": [2, 1]} if task == 6 else {}
+        info = {"token_inference_versions": [1, 0]} if task == 6 else {}
         return SampleGroup(samples=[helpers.good_sample(metadata={"task": str(task)}, debug_info=info)])
 
     make_runner(rollout, num_batches=2, allowed_staleness=1, max_concurrency=1, num_rollout_retries=1).run()
     infos = {int(sample["metadata"]["task"]): sample["debug_info"] for sample in server.samples()}
     assert attempts[5] == 2
     assert [infos[n]["starting_inference_version"] for n in range(6)] == [0, 0, 0, 0, 0, 1]
-    assert (infos[6]["token_inference_versions"], infos[6]["starting_inference_version"]) == ([2, 1], 1)
+    assert (infos[6]["token_inference_versions"], infos[6]["starting_inference_version"]) == ([1, 0], 0)
 
 
 def test_retries_wait_longer_each_time(server: Any, make_runner: Any) -> None:

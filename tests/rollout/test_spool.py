@@ -54,7 +54,7 @@ def test_refused_samples_are_put_aside_and_the_run_goes_on(
     runner = make_runner(numbered, fresh, spool_dir=tmp_path, **SETTINGS)
     summary = runner.run()
     assert server.sizes() == {0: 4, 1: 4}
-    assert (summary.resumed_samples, summary.unsent_samples, summary.dropped_samples) == (2 * len(files), 4, 0)
+    assert (summary.resumed_samples, summary.refused_samples, summary.unsent_samples) == (2 * len(files), 4, 0)
     aside = sorted(tmp_path.glob("**/*.refused"))
     assert [file.read_bytes().count(b"\n") for file in aside] == [2, 2]
     assert all(b'"task":"1"' in f.read_bytes() or b'"task":"2"' in f.read_bytes() for f in aside)

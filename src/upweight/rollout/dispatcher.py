@@ -274,7 +274,7 @@ class RolloutDispatcher(threading.Thread):
     def _failed(self, attempt: _Attempt, error: BaseException, text: str) -> None:
         task, number, reasons = attempt.task, attempt.number, (*attempt.reasons, reason_of(error))
         if number < self._max_retries:
-            delay = min(MAX_BACKOFF_S, self._backoff * 2**number) * random.uniform(0.8, 1.2)
+            delay = min(MAX_BACKOFF_S, self._backoff * 2 ** min(number, 16)) * random.uniform(0.8, 1.2)
             logger.info("Task %s: attempt %d failed (%s); next in %.2f s", task.id, number + 1, in_words(error), delay)
             retry = _Attempt(task, number + 1, reasons=reasons)
             heapq.heappush(self._delayed, (time.monotonic() + delay, next(self._ids), retry))

@@ -8,11 +8,11 @@ from queue import Queue
 from typing import Any
 
 from upweight.api_client import TokenFactory
+from upweight.rollout.arguments import check_arguments, plan_evaluation
 from upweight.rollout.config import RolloutConfig, check_config
 from upweight.rollout.cursor import DataCursor
 from upweight.rollout.dataset import DatasetProtocol
 from upweight.rollout.dispatcher import DEFAULT_QUEUE_GET_TIMEOUT, RolloutDispatcher
-from upweight.rollout.evaluation import EvaluationPlan
 from upweight.rollout.messages import RolloutRunnerInputs, WakeUp
 from upweight.rollout.progress import KINDS, ProgressKind, Show, reporting
 from upweight.rollout.run import Run, RunControl, RunInputs
@@ -41,10 +41,11 @@ class RolloutRunner:
         eval_every: versions between two evaluations; None = only at both ends of the run.
         eval_fn: called as `eval_fn(task=…, context=…)`, returns scores by name; their means are posted to the job.
         progress: "rich" (a live line) or "plain" lines on standard error, "log" (INFO records), "none", or "auto": "rich"
-            where standard error is a terminal, else "log".
+            where standard error is a terminal, else "plain".
 
     Raises:
         pydantic.ValidationError: the config is out of range.
+        TypeError, ValueError: another argument cannot be used; the line names it and the remedy.
     """
 
     def __init__(
@@ -63,13 +64,8 @@ class RolloutRunner:
         if progress not in KINDS:
             raise ValueError(f"progress is {progress!r}; it must be one of {', '.join(KINDS)}")
         self._progress_kind: ProgressKind = progress
-        if (eval_dataset is None) != (eval_fn is None) or (eval_every is not None and eval_every < 1):
-            raise ValueError("Evaluation needs eval_dataset and eval_fn, and eval_every ≥ 1 or None")
-        self._evaluation = (
-            EvaluationPlan(list(eval_dataset), eval_fn, eval_every)
-            if eval_dataset is not None and eval_fn is not None
-            else None
-        )
+        check_arguments(rollout_fn, dataset)
+        self._evaluation = plan_evaluation(eval_dataset, eval_every, eval_fn)
         self._api_client = api_client
         self._config = config
         self._rollout_fn = rollout_fn

@@ -64,10 +64,11 @@ class RunState:
         return parts.scheduler.is_all_finished and self.filled >= (self.num_batches or 0)
 
     def waiting_for(self, parts: Parts) -> str:
+        """Empty if nothing is left to wait for."""
         if self.is_complete(parts) and self.evaluating is None and not parts.uploader.backlog:
-            return f"version {self.filled}, the last one, to evaluate it"
+            return "" if self.evaluation is None else f"version {self.filled}, the last one, to evaluate it"
         return what_is_awaited(
-            parts.uploader, parts.dispatcher, parts.scheduler, parts.source.is_drawing, self.evaluating, self.outage
+            parts.uploader, parts.dispatcher, parts.scheduler, parts.source, self.evaluating, self.outage
         )
 
     def kind_of_wait(self, parts: Parts) -> str:
@@ -110,7 +111,7 @@ class RunState:
             backlog=parts.uploader.backlog,
             inference_version=parts.scheduler.inference_version,
             seconds=self.seconds,
-            waiting_for=cause,
+            waiting_for=cause or None,
             evaluations=dict(self.evaluation.results) if self.evaluation is not None else {},
         )
 
@@ -126,7 +127,8 @@ class RunState:
             summary.unfinished = parts.scheduler.n_in_flight + parts.scheduler.buffered_groups
             summary.surplus_samples = parts.scheduler.surplus_samples
             summary.dropped_samples = self.dropped_samples
-            summary.unsent_samples = parts.uploader.backlog + self.resumed.refused
+            summary.unsent_samples = parts.uploader.backlog
+            summary.refused_samples = self.resumed.refused
             summary.batches_filled = parts.uploader.position // self.config.batch_size
             summary.staleness = dict(sorted(parts.uploader.staleness.items()))
             summary.waited = dict(self.watch.seconds_by_cause)

@@ -46,7 +46,8 @@ class RunSummary(GroupCounts):
     """Result of `run()`. The sample counts concern accepted groups that were not stored in full.
 
     `surplus_samples`: had no place in the last batch; `dropped_samples`: somebody else had taken their places;
-    `unsent_samples`: not uploaded when the run ended. `staleness` counts stored samples by `batch − 1 − version`,
+    `unsent_samples`: not uploaded when the run ended; `refused_samples`: left by an earlier run, and the server will not take
+    them. `staleness` counts stored samples by `batch − 1 − version`,
     `waited` is seconds by cause, `evaluations` are the held-out means by version. `errors` counts failed attempts by reason.
     `dropped_ages` counts groups dropped as stale by their staleness, `dropped_lengths` their samples by length in tokens,
     rounded up to a power of two. `resumed_samples` were left unsent by an earlier run: `stored_before` of them had arrived.
@@ -58,6 +59,7 @@ class RunSummary(GroupCounts):
     surplus_samples: int = 0
     dropped_samples: int = 0
     unsent_samples: int = 0
+    refused_samples: int = 0
     resumed_samples: int = 0
     stored_before: int = 0
     errors: dict[str, int] = field(default_factory=dict)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from upweight.rollout.dispatcher import RolloutDispatcher
 from upweight.rollout.outage import Outage
+from upweight.rollout.tasks import TaskSource
 from upweight.rollout.uploader import Uploader
+from upweight.rollout.waits import rollouts_in_words
 from upweight.schedulers import BaseRolloutScheduler
 
 NAMED = 5  # rollouts whose ids are told
@@ -14,7 +16,7 @@ def what_is_awaited(
     uploader: Uploader,
     dispatcher: RolloutDispatcher,
     scheduler: BaseRolloutScheduler,
-    is_drawing: bool,
+    source: TaskSource,
     evaluating: int | None,
     outage: Outage,
 ) -> str:
@@ -24,13 +26,12 @@ def what_is_awaited(
         error = f" (last error: {uploader.last_error})" if uploader.last_error else ""
         parts.append(f"upload of {uploader.backlog} samples{error}")
     if n_running := dispatcher.n_running:
-        ages = ", ".join(f"{task_id} {age:.0f} s" for task_id, age in dispatcher.oldest(NAMED).items())
-        parts.append(f"{n_running} rollouts ({ages})")
+        parts.append(rollouts_in_words(n_running, dispatcher.oldest(NAMED), source.numbers))
     elif n_retries := scheduler.n_in_flight - dispatcher.n_doubtful:
         parts.append(f"retries of {n_retries} rollouts")
     if dispatcher.n_doubtful:
         parts.append(f"the status, since {dispatcher.n_doubtful} groups report a version newer than the known ones")
-    if is_drawing:
+    if source.is_drawing:
         parts.append("tasks from the dataset")
     if evaluating is not None:
         parts.append(f"the evaluation of version {evaluating}")
