@@ -1,6 +1,6 @@
 """The device side of the engine: weights, key-value stores and the calls of the compiled steps.
 
-Shapes come from a small grid: decode runs 2, 8, 16, … or `max_rows` slots, prefill 1, 4 or 16 rows of 16, 64 or 256 tokens; page
+Shapes come from a small grid: decode runs 2, 8, 16, … or `max_rows` slots, prefill 1, 2, 4 or 8 rows of 16, 64 or 256 tokens; page
 tables and slots have a bucketed width. A product of one row has other last bits than one of several, so a row that may ever have
 others beside it is never computed alone: only an engine for one row decodes one. On CPUs with AVX-512 two rows differ from eight and
 more as well, by less than 1e-5 in a log-prob; on others 2, 8, 16 and 32 rows are equal to the last bit.
@@ -23,7 +23,7 @@ from upweight.models.layers import Params
 from upweight.ops.packing import bucket, power_bucket
 from upweight.ops.sampling import Draw
 
-PREFILL_ROWS = (1, 4, 16)
+PREFILL_ROWS = (1, 2, 4, 8)
 PREFILL_TOKENS = (16, 64, 256)
 _LOADED = 4  # slots that one call loads
 _WIDTH = 64

@@ -21,6 +21,10 @@ from dataclasses import dataclass, field
 from upweight.inference.pages import PagePool, PrefixTree
 from upweight.inference.types import Request, TokenConstraint
 
+LEAST_PIECE = (
+    16  # fewer tokens of a longer prompt are not begun in what other pieces leave of a step: they cost as much as these
+)
+
 
 @dataclass(eq=False, kw_only=True)
 class Row:
@@ -128,7 +132,10 @@ class Scheduler:
                 break
             row = self.waiting.popleft()
             self.running.append(row)
-            budget -= self._plan_prefill(row, budget, pieces)
+            planned = self._plan_prefill(row, budget, pieces)
+            if row.missing and not planned:
+                break
+            budget -= planned
         chosen = set(map(id, decode))
         for row in self.running:
             if not row.missing and not row.only_scored and id(row) not in chosen and self._has_page():
@@ -192,7 +199,7 @@ class Scheduler:
 
     def _plan_prefill(self, row: Row, budget: int, pieces: list[PrefillPiece]) -> int:
         count = min(row.missing, budget)
-        if count <= 0:
+        if count <= 0 or (pieces and count < min(row.missing, LEAST_PIECE)):
             return 0
         self.prefixes.evict(count)
         count = min(count, self.pool.num_free)
