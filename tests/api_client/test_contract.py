@@ -89,6 +89,9 @@ def fields(model: Any) -> dict[str, Any]:
 
 
 R = "required"
+CHECKPOINT = dict.fromkeys(
+    ["id", "created_at", "fine_tuned_model_checkpoint", "fine_tuning_job_id", "metrics", "object", "step_number"], R
+)
 
 
 @pytest.mark.parametrize(
@@ -190,6 +193,41 @@ R = "required"
                     ]
                 ),
             },
+        ),
+        (
+            fine_tuning.FineTuningRequest,
+            {
+                **dict.fromkeys(["model", "training_file"], R),
+                **dict.fromkeys(
+                    [
+                        "validation_file",
+                        "from_checkpoint",
+                        "hyperparameters",
+                        "method",
+                        "integrations",
+                        "seed",
+                        "suffix",
+                    ]
+                ),
+                "tags": None,
+                "extra_body": None,
+            },
+        ),
+        (
+            fine_tuning.FineTuningJobEvent,
+            {**dict.fromkeys(["id", "created_at", "level", "message", "object"], R), "data": None, "type": None},
+        ),
+        (fine_tuning.OpenaiTypesFineTuningJobsFineTuningJobCheckpointFineTuningJobCheckpoint, CHECKPOINT),
+        (
+            fine_tuning.Metrics,
+            dict.fromkeys(
+                [
+                    f"{part}_{what}"
+                    for part in ("full_valid", "train", "valid")
+                    for what in ("loss", "mean_token_accuracy")
+                ]
+                + ["step"]
+            ),
         ),
         (fine_tuning.FineTuningJobListResponse, {"object": "list", "data": R, "has_more": R}),
         (fine_tuning.ListEventsResponse, {"object": "list", "data": R, "has_more": False}),

@@ -33,6 +33,11 @@ REFUSED = [
     ({"dataset": helpers.Counting}, TypeError, "dataset is the class Counting; give an object of it: Counting(…)"),
     ({"eval_every": 1}, ValueError, "eval_dataset and eval_fn missing beside eval_every=1; an evaluation needs both"),
     ({"eval_every": 1, "eval_fn": score}, ValueError, "eval_dataset missing beside eval_fn"),
+    (
+        {"eval_dataset": [], "eval_fn": score},
+        ValueError,
+        "eval_dataset is empty; give at least one task, or none of the three",
+    ),
     ({"eval_dataset": [1]}, ValueError, "eval_fn missing beside eval_dataset"),
     (
         {"eval_dataset": [1], "eval_fn": score, "eval_every": 0},

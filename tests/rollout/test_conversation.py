@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from openai.types import Completion
 
 from tests.conftest import SMOLLM2
 from upweight.api_client import TokenFactory
 from upweight.rollout import RolloutContext
-from upweight.rollout.conversation import Answer, Conversation
+from upweight.rollout.conversation import Answer, Conversation, answer_of
 from upweight.tokenizer import Tokenizer
 
 from . import helpers
@@ -238,3 +239,37 @@ def test_misuse_is_one_clear_line() -> None:
         conversation.take(Answer("x", [1], [], "stop"))
     with pytest.raises(ValueError, match="history is 'no'"):
         Conversation(make_context(), [USER], history="no")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("history", ["verbatim", "template"])
+def test_what_is_added_after_a_prompt_was_made_is_in_the_next_one(history: Any) -> None:
+    """As after an ask() that failed: the prompt is made again, with nothing twice and nothing left out."""
+
+    def after(peeks: bool) -> tuple[list[int], int]:
+        talk = Conversation(make_context(), [USER], render=RENDERS["chatml"], history=history)
+        for _ in range(2):
+            if peeks:
+                assert talk.prompt_ids == talk.prompt_ids
+            talk.add({"role": "user", "content": "Be brief."})
+            if peeks:
+                assert talk.prompt_ids
+            talk.add({"role": "user", "content": "Please."})
+            talk.prompt_ids  # noqa: B018
+            talk.take(spoken("So be it."))
+            talk.add(USER)
+        ids = talk.prompt_ids
+        assert TOKENIZER.decode(ids).count("Be brief.") == 2
+        return ids, talk.forks
+
+    assert after(peeks=True) == after(peeks=False)
+
+
+def test_an_answer_without_a_log_prob_of_each_token_is_refused() -> None:
+    told = {"tokens": ["token_id:5", "token_id:6"], "token_logprobs": [-0.1, -0.2], "text_offset": [0, 1]}
+    choice = {"index": 0, "text": "a", "finish_reason": "stop", "logprobs": {**told, "top_logprobs": None}}
+    made = Completion.model_validate(
+        {"id": "x", "object": "text_completion", "created": 1, "model": "m", "choices": [choice]}
+    )
+    made.choices[0].logprobs.token_logprobs[1] = None  # type: ignore[union-attr, index, call-overload]
+    with pytest.raises(ValueError, match="no log-prob of its token 1, 'token_id:6'"):
+        answer_of(made)

@@ -474,6 +474,23 @@ def test_progress_and_the_cause_of_waiting(server, make_runner, caplog, monkeypa
     thread.join(3)
 
 
+def test_a_run_that_only_rejects_says_so(make_runner, caplog, monkeypatch):
+    """Groups end all the time, so something happens; that none of them is accepted is still worth a line."""
+    monkeypatch.setattr(waits, "WARN_EVERY_S", 0.2)
+
+    def reject(task, context):
+        time.sleep(0.02)
+        return SampleGroup(is_rejected=True)
+
+    runner = make_runner(reject)
+    threading.Timer(0.7, runner.stop).start()
+    with caplog.at_level(logging.WARNING):
+        runner.run()
+    lines = [r.getMessage() for r in caplog.records if "No sample was accepted" in r.getMessage()]
+    assert 1 <= len(lines) <= 4
+    assert re.search(r"for \d s, though rollouts end: \d+ rejected, 0 failed, .* of \d+ started", lines[0])
+
+
 SCRIPT = textwrap.dedent("""
     import sys, time
     from upweight.api_client import TokenFactory

@@ -110,6 +110,10 @@ def raise_the_unspeakable(task: Any, context: Any) -> SampleGroup:
     return helpers.rollout(0, context)
 
 
+def nested(levels: int) -> Any:
+    return [nested(levels - 1)] if levels else 1
+
+
 BAD_SAMPLES: dict[str, dict[str, Any]] = {
     "sample 0: token_ids is None, which has no length; give a list": {"token_ids": None},
     "sample 0: logprobs is None, which has no length; give a list": {"logprobs": None},
@@ -121,6 +125,11 @@ BAD_SAMPLES: dict[str, dict[str, Any]] = {
     "sample 0: token_ids: 'NoneType' object cannot be interpreted as an integer": {"token_ids": [None] * 3},
     "sample 0: normalized_reward: must be real number, not NoneType": {"normalized_reward": None},
     "sample 0: id None must be a text": {"id": None},
+    "sample 0: token_ids holds 2147483648, which is no token id": {"token_ids": [1, 2**31, 3]},
+    "sample 0: token_ids holds a negative id, -1": {"token_ids": [1, -1, 3]},
+    "sample 0: logprobs is not finite in 32 bits: -1e+39": {"logprobs": [0.0, -1e39, -0.1]},
+    "sample 0: normalized_reward is not finite in 32 bits: 1e+39": {"normalized_reward": 1e39},
+    "sample 0: debug_info['a'] is nested deeper than 100 levels": {"debug_info": {"a": nested(200)}},
     "sample 0: id '' must be a text": {"id": ""},
 }
 BAD_RESULTS: dict[str, Any] = {

@@ -70,7 +70,17 @@ def test_signatures():
         "raise_on_rollout_failure",
     ]
     assert positional(context.RolloutContext) == ["config", "api_client"]
-    assert [f.name for f in dataclasses.fields(models.SampleGroup)] == ["is_rejected", "samples"]
+    assert inspect.signature(runner.JobStatusTracker).parameters["poll_interval"].default == 1.0
+    leading = {
+        models.SampleGroup: ["is_rejected", "samples"],
+        models.JobStatusUpdate: ["inference_version"],
+        models.RolloutException: ["exception", "traceback"],
+        models.RolloutResult: ["task", "sample_group"],
+    }
+    for kind, names in leading.items():
+        assert [f.name for f in dataclasses.fields(kind)][: len(names)] == names
+        further = dataclasses.fields(kind)[len(names) :]
+        assert all(f.default is not dataclasses.MISSING for f in further)
     assert models.SampleGroup() == models.SampleGroup(False, [])
     assert re.fullmatch("task-[0-9a-f]{32}", models.Task(spec=1, starting_inference_version=0).id)
     assert re.fullmatch("sample-[0-9a-f]{32}", helpers.good_sample().id)

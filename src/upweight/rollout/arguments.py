@@ -51,7 +51,10 @@ def plan_evaluation(
         raise TypeError(
             f"eval_dataset is {_shown(eval_dataset)}, which is no list of tasks; give one, or any iterable that ends"
         )
-    return EvaluationPlan(list(eval_dataset), eval_fn, eval_every)
+    tasks = list(eval_dataset)
+    if not tasks:
+        raise ValueError("eval_dataset is empty; give at least one task, or none of the three")
+    return EvaluationPlan(tasks, eval_fn, eval_every)
 
 
 def _shown(value: object) -> str:

@@ -68,6 +68,11 @@ class Segment:
         self.versions.extend(answer.inference_versions)
         self.turns += 1
 
+    def cut(self, length: int) -> None:
+        """Takes back the context behind the first `length` tokens."""
+        for each in (self.token_ids, self.logprobs, self.mask):
+            del each[length:]
+
     @property
     def n_trained(self) -> int:
         return sum(self.mask)
@@ -107,7 +112,8 @@ class Conversation:
         self._end_ids = frozenset(end_ids)
         self._sampling = sampling
         self._messages: list[Message] = list(messages)
-        self._new: list[Message] | None = None  # since the last answer; None before the first
+        self._new: list[Message] = []  # since the last answer
+        self._before: tuple[int, int] | None = None  # segments and tokens of the last one, before the prompt was made
         self._last: Answer | None = None
         self._segments: list[Segment] = []
 
@@ -124,9 +130,13 @@ class Conversation:
         return max(0, len(self._segments) - 1)
 
     def add(self, *messages: Message) -> None:
-        """Append messages of the user, a tool or the environment; they are rendered by the next `ask`."""
-        if self._new is not None:
-            self._new.extend(messages)
+        """Append messages of the user, a tool or the environment; they are rendered by the next `ask`.
+
+        A prompt that was made already, for an `ask` that failed or by `prompt_ids`, is made again.
+        """
+        if messages:
+            self._take_back_prompt()
+        self._new.extend(messages)
         self._messages.extend(messages)
 
     def ask(self) -> Answer:
@@ -160,7 +170,7 @@ class Conversation:
             )
         self._segments[-1].add_answer(answer)
         self._messages.append({"role": "assistant", "content": answer.text})
-        self._last, self._new = answer, []
+        self._last, self._new, self._before = answer, [], None
         return answer
 
     def describe_answer(self, message: Message) -> None:
@@ -171,7 +181,7 @@ class Conversation:
         Raises:
             ValueError: there is no answer, or something was added after it.
         """
-        if self._new is None or self._new:
+        if self._last is None or self._new:
             raise ValueError("describe_answer must follow an answer at once, before anything is added")
         self._messages[-1] = message
 
@@ -219,18 +229,28 @@ class Conversation:
 
     def _prepare(self) -> None:
         """Bring the last segment up to the next answer."""
+        if self._before is not None:
+            return
+        before = len(self._segments), len(self._segments[-1].token_ids) if self._segments else 0
         if not self._segments:
             self._say_what_is_rewritten()
             self._segments.append(Segment.of_context(self._bridge.whole(self._messages)))
-        elif self._new is None:
-            return
         elif not self._new:
             raise ValueError("Nothing was added since the last answer: call add(...) before ask()")
         elif bridge := self._bridge_ids(self._new):
             self._segments[-1].add_context(bridge)
         else:
             self._extend_or_fork(self._bridge.whole(self._messages))
-        self._new = None
+        self._before = before
+
+    def _take_back_prompt(self) -> None:
+        if self._before is None:
+            return
+        segments, tokens = self._before
+        del self._segments[segments:]
+        if self._segments:
+            self._segments[-1].cut(tokens)
+        self._before = None
 
     def _bridge_ids(self, new: Sequence[Message]) -> Sequence[int] | None:
         """Ids between the last answer and the next; None or none where all must be rendered."""
@@ -276,7 +296,7 @@ def answer_of(completion: Completion) -> Answer:
     """First choice of a text completion.
 
     Raises:
-        ValueError: it has no token ids or log-probabilities.
+        ValueError: it has no token ids or log-probabilities, or not for every token.
     """
     choice = completion.choices[0]
     told = choice.logprobs
@@ -287,6 +307,11 @@ def answer_of(completion: Completion) -> Answer:
             f"Token {told.tokens[0]!r} is not of the form '{TOKEN_PREFIX}N': the server must honour return_token_ids"
         )
     token_ids = [int(token.removeprefix(TOKEN_PREFIX)) for token in told.tokens]
+    if None in told.token_logprobs:
+        at = told.token_logprobs.index(None)  # type: ignore[arg-type]
+        raise ValueError(
+            f"The completion tells no log-prob of its token {at}, {told.tokens[at]!r}: it cannot be trained on"
+        )
     versions = (choice.model_extra or {}).get("token_inference_versions")
     if versions is None:
         version = (completion.model_extra or {}).get("inference_version")
@@ -294,7 +319,7 @@ def answer_of(completion: Completion) -> Answer:
     return Answer(
         text=choice.text,
         token_ids=token_ids,
-        logprobs=[float(value or 0.0) for value in told.token_logprobs],
+        logprobs=[float(value) for value in told.token_logprobs],
         finish_reason=choice.finish_reason,
         inference_versions=versions,
     )

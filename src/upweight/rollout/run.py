@@ -203,7 +203,8 @@ class Run:
                 return reason
             if reason is not None or self._state.evaluating is not None:
                 self._state.watch.hold()
-            self._state.watch.check(cause, self._config.no_progress_timeout, partial(self._state.stalled, self._parts))
+            limit, stalled = self._config.no_progress_timeout, partial(self._state.stalled, self._parts)
+            self._state.watch.check(cause, self._state.fates_in_words(), limit, stalled)
             try:
                 for message in self._next_messages():
                     self._handle(message)

@@ -91,11 +91,16 @@ class RunState:
         progress = self.snapshot(parts, self.waiting_for(parts))
         return f"{job}: {in_words(progress)}; {self.ledger.losses() or 'nothing lost'}\n{parts.dispatcher.stacks()}"
 
-    def stalled(self, parts: Parts, seconds: float) -> RolloutStalled:
+    def fates_in_words(self) -> str:
         c = self.ledger.counts
+        return (
+            f"{c.rejected} rejected, {c.failed} failed, {c.dropped_stale} dropped, {c.timed_out} timed out "
+            f"of {c.started} started"
+        )
+
+    def stalled(self, parts: Parts, seconds: float) -> RolloutStalled:
         return RolloutStalled(
-            f"No sample was accepted for {seconds:.0f} s: {c.rejected} rejected, {c.failed} failed, "
-            f"{c.dropped_stale} dropped, {c.timed_out} timed out of {c.started} started; "
+            f"No sample was accepted for {seconds:.0f} s: {self.fates_in_words()}; "
             f"errors: {dict(self.ledger.errors.most_common())}; waiting for {self.waiting_for(parts)}"
         )
 

@@ -1,7 +1,8 @@
 """Checks what a rollout returned, inside the worker, so that retries apply; and encodes it there, once.
 
 Invariants
-1. What was encoded can be uploaded: ids, mask and numbers are in range and finite, and the bytes are valid UTF-8 JSON.
+1. What was encoded can be uploaded: ids, mask and numbers are in the ranges that servers store (31 and 32 bits), nothing is nested
+   deeper than JSON readers allow, and the bytes are valid UTF-8 JSON.
 2. The bytes of a sample are made once: uploads, their repetitions, the spool and the log of groups carry the same ones.
 
 Numbers may be of any type that converts exactly (`__index__`, `__float__`): arrays' scalars are fine. Lists are converted by
@@ -23,7 +24,8 @@ from upweight.api_client.models.rl_job import Sample as WireSample
 from upweight.rollout.exceptions import RolloutValidationError
 from upweight.rollout.models import Sample, SampleGroup
 
-LARGEST_ID = 2**32 - 1
+LARGEST_ID = 2**31 - 1
+DEEPEST = 100  # levels of an item of debug_info
 _to_json = TypeAdapter(Any).dump_json
 _debug_json = json.JSONEncoder(allow_nan=False, ensure_ascii=False, separators=(",", ":")).encode
 _DIGITS = b"01".ljust(256)
@@ -99,7 +101,7 @@ def _encode(where: str, sample: object) -> EncodedSample:
     if lengths == {0}:
         raise RolloutValidationError(f"{where}: token_ids is empty", reason="empty")
     try:
-        token_ids = array("I", _listed(sample.token_ids)).tolist()
+        token_ids = array("i", _listed(sample.token_ids)).tolist()
         mask = bytes(_listed(sample.mask))
         logprobs = array("d", _listed(sample.logprobs)).tolist()
         reward = _real(sample.normalized_reward)
@@ -107,7 +109,8 @@ def _encode(where: str, sample: object) -> EncodedSample:
         _name_fault(where, sample)
         raise
     n_trained = mask.count(1)
-    if mask.count(0) + n_trained != len(mask) or not math.isfinite(sum(logprobs) + reward):
+    in_32_bits = sum(array("f", logprobs)) + array("f", [reward])[0]
+    if mask.count(0) + n_trained != len(mask) or not math.isfinite(in_32_bits) or min(token_ids) < 0:
         _name_fault(where, sample)  # finds none if only the sum was too large
     if not n_trained:
         raise RolloutValidationError(f"{where}: no trainable token (the mask is all 0)", reason="no trainable token")
@@ -165,8 +168,9 @@ def _name_fault(where: str, sample: Sample) -> None:
             f"{where}: mask holds {set(mask) - {0, 1}}; only 0 and 1 are allowed", reason="mask"
         )
     for name, values in (("logprobs", sample.logprobs), ("normalized_reward", [sample.normalized_reward])):
-        if not all(map(math.isfinite, _converted(where, name, values, _real))):
-            raise RolloutValidationError(f"{where}: {name} is not finite", reason="non_finite")
+        numbers = _converted(where, name, values, _real)
+        if wrong := [number for number in numbers if not math.isfinite(array("f", [number])[0])]:
+            raise RolloutValidationError(f"{where}: {name} is not finite in 32 bits: {wrong[0]}", reason="non_finite")
 
 
 def _converted(where: str, field: str, values: Sequence[Any], convert: Any) -> list[Any]:
@@ -215,11 +219,31 @@ def _checked_debug_info(where: str, sample: Sample) -> bytes:
     if not info:
         return b""
     try:
-        return _debug_json(info)[1:-1].encode() + b","
+        text = _debug_json(info)
+        if text.count("[") + text.count("{") > DEEPEST:
+            for key, value in info.items():
+                _check_depth(where, key, value)
+        return text[1:-1].encode() + b","
     except (TypeError, ValueError, RecursionError):
         for key, value in info.items():
             _check_item(where, key, value)
         raise
+
+
+def _check_depth(where: str, key: object, value: object) -> None:
+    level, depth = [value], 0
+    while level := [item for one in level for item in _inside(one)]:
+        depth += 1
+        if depth >= DEEPEST:
+            raise RolloutValidationError(
+                f"{where}: debug_info[{key!r}] is nested deeper than {DEEPEST} levels", reason="debug_info"
+            )
+
+
+def _inside(value: object) -> Iterable[object]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list | tuple) else ()
 
 
 def _check_item(where: str, key: object, value: object) -> None:

@@ -33,12 +33,15 @@ class WaitWatch:
         """No sample can be accepted now, and rightly so: the time does not count against the limit."""
         self._accepted = time.monotonic()
 
-    def check(self, cause: str, limit: float | None, stalled: Callable[[float], Exception]) -> None:
+    def check(self, cause: str, fates: str, limit: float | None, stalled: Callable[[float], Exception]) -> None:
         """Warn when it is time; raise `stalled(seconds)` after `limit` s without an accepted sample."""
         now = time.monotonic()
         if now - max(self._progress, self._warned) >= WARN_EVERY_S:
             self._warned = now
             logger.warning("No progress for %.0f s; waiting for %s", now - self._progress, cause)
+        elif now - max(self._accepted, self._warned) >= WARN_EVERY_S:
+            self._warned = now
+            logger.warning("No sample was accepted for %.0f s, though rollouts end: %s", now - self._accepted, fates)
         if limit is not None and now - self._accepted >= limit:
             raise stalled(now - self._accepted)
 
