@@ -221,7 +221,10 @@ def test_scores_and_draws_that_are_not_numbers_are_failures(model: LoadedModel) 
     assert output.finish_reason is FinishReason.ERROR
     engine = started(model)
     everything = frozenset(range(model.config.vocab_size))
-    nothing_left = SamplingParams(max_tokens=3, min_tokens=2, stop_ids=everything)
+    with pytest.raises(RequestError, match=r"min_tokens is 2, but all .* token ids are stop ids"):
+        engine.submit(PROMPT, SamplingParams(max_tokens=3, min_tokens=2, stop_ids=everything), print)
+    others = everything - set(model.tokenizer.eos_ids)
+    nothing_left = SamplingParams(max_tokens=3, min_tokens=2, stop_ids=others)
     bad, good = answers_to(engine, [PROMPT] * 2, [nothing_left, FEW])
     assert bad.error == "EngineError: stop ids, bias and constraint leave no token that may be drawn"
     assert len(good.token_ids) == 3

@@ -8,7 +8,7 @@ from dataclasses import replace
 import jax
 import pytest
 
-from upweight.errors import EngineError
+from upweight.errors import ConfigError, EngineError
 from upweight.inference.engine import Engine
 from upweight.inference.gather import answers_to
 from upweight.inference.types import SamplingParams
@@ -67,7 +67,7 @@ def test_nothing_is_compiled_after_a_warm_up(model: LoadedModel, compilations: C
     assert ready.seconds > 0
     compilations.count = 0
     with engine:
-        for length in (1, 5, 17, 60):
+        for length in (1, 5, 17, 60, 66, CONTEXT - 31):
             prompts = [[10 + at + i for i in range(length)] for at in range(len(ASKED))]
             answers_to(engine, prompts, ASKED)
             answers_to(engine, [prompts[0]] * 5, BASE)  # a group
@@ -77,6 +77,11 @@ def test_nothing_is_compiled_after_a_warm_up(model: LoadedModel, compilations: C
         assert compilations.count == 0
         with pytest.raises(EngineError, match="before start"):
             engine.warm_up(CONTEXT)
+    for context in (0, -5, 2.5):
+        with pytest.raises(ConfigError, match=f"context is {context}; it must be a whole number of at least 1"):
+            Engine(model.config, model.params, model.tokenizer).warm_up(context)  # type: ignore[arg-type]
+    with pytest.raises(EngineError, match="before start"):
+        engine.warm_up(CONTEXT)  # nor after the end
 
 
 def test_answers_after_a_warm_up_are_those_of_a_cold_engine(model: LoadedModel) -> None:

@@ -141,3 +141,18 @@ def test_gemma_entries_and_their_defaults() -> None:
     stretched = read("gemma3", rope_scaling={"rope_type": "linear", "factor": 8.0})
     assert stretched.rope == RopeConfig(theta=1e6, kind="linear", factor=8.0)
     assert stretched.rope_local == RopeConfig(theta=1e4)
+
+
+@pytest.mark.parametrize(
+    ("entry", "value", "said"),
+    [
+        ("rope_scaling", "yarn", "has rope_scaling 'yarn', which is no object"),
+        ("rope_scaling", [1], r"has rope_scaling \[1\], which is no object"),
+        ("rope_scaling", {"rope_type": "linear", "factor": "x"}, "cannot be read: could not convert string to float"),
+        ("num_attention_heads", "x", "cannot be read: invalid literal for int"),
+    ],
+)
+def test_entries_of_a_wrong_kind_are_one_clear_line(entry: str, value: Any, said: str) -> None:
+    with pytest.raises(ModelError, match=said) as caught:
+        read(**{entry: value})
+    assert "\n" not in str(caught.value)

@@ -330,5 +330,13 @@ def test_several_batches_are_replayed_for_epochs(model: LoadedModel) -> None:
 
 def test_bad_sizes_are_named(model: LoadedModel) -> None:
     for name in ("group_size", "max_tokens"):
-        with pytest.raises(ValueError, match=f"{name} is 0; it must be at least 1"):
-            RolloutGenerator(Told(), model.tokenizer, **{name: 0})  # type: ignore[arg-type]
+        for wrong in (0, 2.5, None, True):
+            with pytest.raises(ValueError, match=f"{name} is {wrong}; it must be a whole number of at least 1"):
+                RolloutGenerator(Told(), model.tokenizer, **{name: wrong})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("wrong", [-100, 10**10])
+def test_ids_that_no_tokenizer_has_are_named(model: LoadedModel, wrong: int) -> None:
+    generator = RolloutGenerator(Told(), model.tokenizer)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=rf"input_ids\[1\] holds {wrong}; a token id is a whole number from 0"):
+        generator.generate({"input_ids": [[1, 2], [wrong, 4]]})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from upweight.errors import RequestError
+from upweight.errors import ConfigError, RequestError
 from upweight.inference.types import SamplingParams
 from upweight.ops.sampling import MOST_ALTERNATIVES
 
@@ -14,6 +14,12 @@ LEAST_REPETITION, MOST_REPETITION = 0.01, 100
 MOST_BIAS = 100  # in either direction, as of the penalties below
 MOST_PENALTY = 100
 MOST_BIASES = 1024
+
+
+def check_whole(name: str, value: int, least: int) -> None:
+    """`ConfigError` for a setting that is no whole number of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"{name} is {value!r}; it must be a whole number of at least {least}")
 
 
 def check_request(prompt_ids: Sequence[int], params: SamplingParams, vocab_size: int) -> None:
@@ -34,6 +40,11 @@ def check_request(prompt_ids: Sequence[int], params: SamplingParams, vocab_size:
     if params.max_tokens is not None:
         _in_range("max_tokens", params.max_tokens, 0, None)
     _in_range("min_tokens", params.min_tokens, 0, None)
+    if params.min_tokens and len(params.stop_ids) >= vocab_size:
+        raise RequestError(
+            f"min_tokens is {params.min_tokens}, but all {vocab_size} token ids are stop ids, which may not come before",
+            field="min_tokens",
+        )
     _in_range("frequency_penalty", params.frequency_penalty, -MOST_PENALTY, MOST_PENALTY)
     _in_range("presence_penalty", params.presence_penalty, -MOST_PENALTY, MOST_PENALTY)
     _in_range("repetition_penalty", params.repetition_penalty, LEAST_REPETITION, MOST_REPETITION)

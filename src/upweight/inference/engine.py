@@ -25,7 +25,7 @@ from typing import Any
 
 from upweight.errors import ConfigError, EngineError
 from upweight.inference.answer import AnswerText
-from upweight.inference.checks import check_request
+from upweight.inference.checks import check_request, check_whole
 from upweight.inference.live import Live, guarded
 from upweight.inference.metrics import EngineMetrics, RequestTimes
 from upweight.inference.programs import token_bytes
@@ -45,6 +45,7 @@ log = logging.getLogger(__name__)
 STORE_BYTES = 768 << 20
 MAX_FAILURES = 3
 STEP_TIMEOUT = 600.0
+STOP_PATIENCE = 10.0
 NOT_FINITE = EngineError("the model gave logits that are not finite")
 _IDS = itertools.count(1)  # of all engines of this process: no two requests ever have the same
 
@@ -75,6 +76,11 @@ class Engine:
         check_policies(on_update, cache_on_update)
         if not 0 < step_timeout < math.inf:
             raise ConfigError(f"step_timeout is {step_timeout}; it must be a positive number of seconds")
+        check_whole("max_rows", max_rows, 1)
+        check_whole("max_queue", max_queue, 1)
+        check_whole("version", version, 0)
+        if max_context is not None:
+            check_whole("max_context", max_context, 1)
         self.config = config
         self.tokenizer = tokenizer
         self.max_context = min(max_context or config.max_context, config.max_context)
@@ -112,19 +118,20 @@ class Engine:
 
         Before `start` only. Without it each shape is compiled in the step that meets it first, and all rows wait meanwhile.
         """
-        if self._thread is not None:
+        check_whole("context", context, 1)
+        if self._thread is not None or self._closed:
             raise EngineError("warm_up comes before start")
         return warm_up(self.runner, min(context, self.max_context), prompt_logprobs=prompt_logprobs)
 
     def stop(self) -> None:
-        """Aborts what is running and ends the loop."""
+        """Aborts what is running and ends the loop; a step that is under way is waited for, but not for long."""
         with self._wake:
             self._stopping = True
             self._wake.notify_all()
         if self._thread is None:
             self._close_down("the engine was stopped")
-        elif self._thread is not threading.current_thread() and not self._watchdog.late:
-            self._ended.wait()
+        elif self._thread is not threading.current_thread() and not self._ended.wait(STOP_PATIENCE):
+            self._watchdog.give_up()
 
     def __enter__(self) -> Engine:
         return self.start()
@@ -194,6 +201,7 @@ class Engine:
         Waits for rows to finish if `on_update` is "drain". `EngineError` when the arrays do not fit the decoder, naming the
         first that does not; the weights then stay as they were.
         """
+        check_whole("version", version, 0)
         swap = Swap(fitted(params, self.runner.params), version)
         self._order(lambda: self._swaps.add(swap))
         swap.done.wait()
@@ -274,8 +282,10 @@ class Engine:
             live.answer(FinishReason.ERROR, self.metrics)
 
     def _step_is_lost(self) -> None:
-        self._dead = f"a step of the engine did not come back within {PATIENCE * self._watchdog.limit:g} s"
-        self._close_down(self._dead)
+        """It may come back all the same; then the loop ends."""
+        if not self._stopping:
+            self._dead = f"a step of the engine did not come back within {PATIENCE * self._watchdog.limit:g} s"
+        self._close_down(self._dead or "the engine was stopped")
         self._ended.set()
 
     def _take_orders(self) -> None:
@@ -458,7 +468,7 @@ class Engine:
         log.exception("engine step failed")
         self._failures += 1
         for live in list(self._live.values()):
-            if live.row in self.scheduler.running:
+            if live.answered or live.row in self.scheduler.running:
                 live.output.error = f"{type(error).__name__}: {error}"
                 self._end(live, FinishReason.ERROR)
         if self._failures >= MAX_FAILURES:

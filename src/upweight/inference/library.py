@@ -9,6 +9,7 @@ from numbers import Integral
 from typing import Any
 
 from upweight.errors import EngineError, RequestError
+from upweight.inference.arguments import plain
 from upweight.inference.run_batch import InferenceScheduler
 from upweight.inference.types import FinishReason, GenerationOutput
 from upweight.tokenizer import Tokenizer
@@ -147,7 +148,9 @@ def _is_one(prompt: Any) -> bool:
     """Text, or a flat sequence of ids."""
     if isinstance(prompt, str):
         return True
-    items = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
+    items = plain(prompt)
+    if not isinstance(items, Sequence):
+        raise RequestError(f"prompt is {prompt!r}; it must be a text, token ids, or a list of these", field="prompt")
     return bool(items) and all(isinstance(item, Integral) for item in items)
 
 

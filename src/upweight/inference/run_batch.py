@@ -8,6 +8,7 @@ from typing import Any
 
 from upweight.errors import ConfigError, RequestError
 from upweight.inference.arguments import sampling_params, token_ids
+from upweight.inference.checks import check_whole
 from upweight.inference.engine import STORE_BYTES, CacheOnUpdate, Engine, OnUpdate
 from upweight.inference.gather import answers_to
 from upweight.inference.placement import Placement, place, placement
@@ -45,8 +46,9 @@ class InferenceScheduler:
         store_bytes: int = STORE_BYTES,
     ) -> None:
         _refuse_others(cache=cache, backend=backend)
-        if max_batch_size < 1:
-            raise ConfigError(f"max_batch_size is {max_batch_size}; it must be at least 1")
+        check_whole("max_batch_size", max_batch_size, 1)
+        if max_seq_len is not None:
+            check_whole("max_seq_len", max_seq_len, 1)
         self.model = model
         self._placement: Placement | None = placement(device, dtype)
         params = model.params() if callable(model.params) else model.params

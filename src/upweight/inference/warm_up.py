@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from upweight.inference.runner import PREFILL_ROWS, PREFILL_TOKENS, ModelRunner, page_widths, slot_widths
 from upweight.inference.scheduler import PrefillPiece, Row
@@ -46,11 +47,13 @@ def warm_up(runner: ModelRunner, context: int, *, prompt_logprobs: bool = False)
 
 
 def _prefills(context: int, params: SamplingParams) -> Iterator[list[PrefillPiece]]:
+    """One call of each shape: pieces of `shorter + 1` to `length` tokens are padded to `length`, also beyond the table's width."""
     for width in page_widths(context):
-        for length in PREFILL_TOKENS:
+        for shorter, length in pairwise((0, *PREFILL_TOKENS)):
+            count = min(length, width)
             for rows in PREFILL_ROWS:
-                if length <= width and (rows == 1 or length < PREFILL_TOKENS[-1]):
-                    yield [PrefillPiece(_row(width + 1, params), width - length, length) for _ in range(rows)]
+                if count > shorter and (rows == 1 or length < PREFILL_TOKENS[-1]):
+                    yield [PrefillPiece(_row(width + 1, params), width - count, count) for _ in range(rows)]
 
 
 def _row(tokens: int, params: SamplingParams) -> Row:

@@ -47,6 +47,13 @@ class Watchdog:
             self._stopped = True
             self._changed.notify()
 
+    def give_up(self) -> None:
+        """A step that is out now is lost, whatever its limit."""
+        with self._changed:
+            if self._began is not None and self._told < 2:
+                self._told = 2
+                self._on_lost()
+
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
         """Raises StepTooLate in the end when `on_late` was called meanwhile."""

@@ -72,7 +72,14 @@ class DecoderConfig:
 
     @classmethod
     def from_huggingface(cls, raw: Mapping[str, Any]) -> DecoderConfig:
-        """Raises `UnsupportedModel` naming what is not known, `ModelError` naming an entry that is missing."""
+        """Raises `UnsupportedModel` naming what is not known, `ModelError` naming an entry that is missing or of a wrong kind."""
+        try:
+            return cls._from_entries(raw)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ModelError(f"the model's config has an entry that cannot be read: {error}; fetch it again") from error
+
+    @classmethod
+    def _from_entries(cls, raw: Mapping[str, Any]) -> DecoderConfig:
         kind = str(raw.get("model_type"))
         if kind not in SUPPORTED:
             raise UnsupportedModel(f"model_type {kind!r} is not supported; supported: {', '.join(SUPPORTED)}")
@@ -136,7 +143,10 @@ def _gemma_entries(raw: Mapping[str, Any], kind: str, hidden: int) -> dict[str, 
 
 def _ropes(raw: Mapping[str, Any], kind: str) -> tuple[RopeConfig, RopeConfig | None]:
     """(of all layers or those without a window, of layers with a window where it differs)."""
-    found = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    name = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
+    found = raw.get(name) or {}
+    if not isinstance(found, Mapping):
+        raise ModelError(f"the model's config has {name} {found!r}, which is no object: fetch config.json again")
     if any(isinstance(value, Mapping) for value in found.values()):  # one entry a layer type
         whole = _rope(found.get("full_attention") or {}, raw, kind)
         local = _rope(found.get(_SLIDING) or {}, raw, kind)

@@ -47,8 +47,8 @@ class RolloutGenerator:
         ignore_eos: bool = False,
     ) -> None:
         for name, value in (("group_size", group_size), ("max_tokens", max_tokens)):
-            if value < 1:
-                raise ValueError(f"{name} is {value}; it must be at least 1")
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} is {value!r}; it must be a whole number of at least 1")
         self.scheduler = scheduler
         self.tokenizer = tokenizer
         self.max_tokens = max_tokens

@@ -19,6 +19,7 @@ import numpy as np
 from upweight.errors import UpweightError
 from upweight.inference.arguments import token_ids
 
+LARGEST_ID = 2**31 - 1
 KEYS = "'messages' or 'instruction', or 'input_ids'/'prompts'"
 
 
@@ -163,7 +164,10 @@ def _token_row(name: str, given: Any) -> np.ndarray:
     if row.ndim != 1:
         form = "one token id: put the prompt in a list" if row.ndim == 0 else f"an array of shape {row.shape}"
         raise ValueError(f"{name} must be a prompt, a list of token ids; it is {form}")
-    return np.array(token_ids(row, name), np.int64)
+    ids = token_ids(row, name)
+    if wrong := [i for i in ids if not 0 <= i <= LARGEST_ID]:
+        raise ValueError(f"{name} holds {wrong[0]}; a token id is a whole number from 0 to {LARGEST_ID}")
+    return np.array(ids, np.int64)
 
 
 def _real(row: np.ndarray, pad_id: int) -> np.ndarray:
