@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -52,12 +53,21 @@ def clip_token(
     return masked(_clipped(jnp.exp(log_ratio(lp, old, trained)), advantage, trained, limits), trained)
 
 
+def sequence_ratio(
+    lp: jax.Array, old: jax.Array, trained: jax.Array, sample: jax.Array, limits: Limits, level: str
+) -> jax.Array:
+    """[N] of each token's sequence: exp(mean log-ratio) for level "sequence", exp(Σ log-ratio) for "sequence_sum"."""
+    total, count = _per_sample(log_ratio(lp, old, trained), trained, sample, limits.num_samples)
+    if level == "sequence":
+        return jnp.exp(total / jnp.maximum(count, 1.0))[sample]
+    return jnp.exp(jnp.clip(total, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))[sample]
+
+
 def clip_sequence(
     lp: jax.Array, old: jax.Array, advantage: jax.Array, trained: jax.Array, sample: jax.Array, limits: Limits
 ) -> jax.Array:
     """The same with one ratio a sequence, exp(mean log-ratio) (GSPO, Zheng et al. 2025)."""
-    total, count = _per_sample(log_ratio(lp, old, trained), trained, sample, limits.num_samples)
-    ratio = jnp.exp(total / jnp.maximum(count, 1.0))[sample]
+    ratio = sequence_ratio(lp, old, trained, sample, limits, "sequence")
     return masked(_clipped(ratio, advantage, trained, limits), trained)
 
 
@@ -77,8 +87,7 @@ def clip_sequence_term(
     lp: jax.Array, old: jax.Array, advantage: jax.Array, trained: jax.Array, sample: jax.Array, limits: Limits
 ) -> jax.Array:
     """As `clip_sequence_sum`, but every token carries the whole term, so that a mean over tokens gives it."""
-    total, _ = _per_sample(log_ratio(lp, old, trained), trained, sample, limits.num_samples)
-    ratio = jnp.exp(jnp.clip(total, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))[sample]
+    ratio = sequence_ratio(lp, old, trained, sample, limits, "sequence_sum")
     return masked(_clipped(ratio, advantage, trained, limits), trained)
 
 
@@ -123,13 +132,17 @@ class Aggregation:
     numerator: Callable[[jax.Array, jax.Array, jax.Array, int], jax.Array]
     per: str  # what the divisor counts: "tokens", "sequences" with a trained token, or "sequences_x_length"
 
-    def divisor(self, num_tokens: int, num_sequences: int, max_length: int) -> float:
-        count = {
+    def count(self, num_tokens: Any, num_sequences: Any, max_length: int) -> Any:
+        """What the numerator is divided by; numbers or arrays."""
+        return {
             "tokens": num_tokens,
             "sequences": num_sequences,
             "sequences_x_length": num_sequences * max_length,
         }[self.per]
-        return float(max(count, 1))
+
+    def divisor(self, num_tokens: int, num_sequences: int, max_length: int) -> float:
+        """The count of known numbers, at least 1."""
+        return float(max(self.count(num_tokens, num_sequences, max_length), 1))
 
 
 def kl_k1(lp: jax.Array, ref: jax.Array, trained: jax.Array) -> jax.Array:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -17,14 +19,15 @@ def squared_error(
     return jnp.maximum(plain, jnp.square(near - returns))
 
 
-def explained_variance(values: jax.Array, returns: jax.Array, trained: jax.Array) -> jax.Array:
-    """1 − Var(R − V)/Var(R) over trained places; NaN where the returns have no variance."""
-    count = jnp.sum(trained)
+def moments_of(values: jax.Array, returns: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """What `explained_variance` takes the means of: R, R², R − V, (R − V)²."""
+    error = returns - values
+    return returns, jnp.square(returns), error, jnp.square(error)
 
-    def variance(x: jax.Array) -> jax.Array:
-        kept = jnp.where(trained > 0, x, 0.0)
-        mean = jnp.sum(kept) / count
-        return jnp.sum(jnp.where(trained > 0, jnp.square(x - mean), 0.0)) / count
 
-    total = variance(returns)
-    return jnp.where(total > 0, 1.0 - variance(returns - values) / jnp.where(total > 0, total, 1.0), jnp.nan)
+def explained_variance(ret: Any, ret_squared: Any, error: Any, error_squared: Any) -> Any:
+    """1 − Var(R − V)/Var(R) from the means of R, R², R − V, (R − V)², numbers or arrays; NaN where R has no variance."""
+    total = ret_squared - ret * ret
+    left = error_squared - error * error
+    defined = total > 1e-6 * ret_squared  # below that the difference is rounding
+    return jnp.where(defined, 1.0 - left / jnp.where(defined, total, 1.0), jnp.nan)
