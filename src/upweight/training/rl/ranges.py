@@ -11,7 +11,7 @@ from upweight.ops.policy_loss import AGGREGATIONS, KL_ESTIMATORS
 
 
 class Range(NamedTuple):
-    """From `least` to `greatest`; each end is allowed or not. None is always allowed where a field's default is None."""
+    """From `least` to `greatest`; each end is allowed or not. None is allowed where a field's type says so."""
 
     least: float
     greatest: float = math.inf
@@ -78,7 +78,7 @@ def check_config(config: Any) -> None:
     name = type(config).__name__
     for field in fields(config):
         value = getattr(config, field.name)
-        if value is None and field.default is None:
+        if value is None and "None" in str(field.type):
             continue
         if isinstance(field.default, bool):
             if not isinstance(value, bool):

@@ -1,0 +1,179 @@
+"""The compiled parts of a trainer's step: prepare, gradient, update, evaluation.
+
+Models go in as arrays and come out as arrays. Gradients are donated, and on accelerators the optimizer's state; parameters
+never are, since an engine, a reference or a user may hold them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from upweight.training.rl.inputs import Inputs, Totals
+from upweight.training.rl.scoring import Places
+from upweight.training.rl.update import clipped_update
+
+Metrics = dict[str, jax.Array]
+# (model, reference, batch) → (inputs, metrics of the whole batch)
+Prepare = Callable[[Any, Any, Any], tuple[Inputs, Metrics]]
+# (model, reference, inputs, places, totals) → (loss, metrics that add up over the parts of a batch)
+Loss = Callable[[Any, Any, Inputs, Places, Totals], tuple[jax.Array, Metrics]]
+
+
+class Frozen(NamedTuple):
+    """A module that is only read: what it is and its arrays. None when there is none."""
+
+    graphdef: Any
+    state: Any
+
+    @classmethod
+    def of(cls, module: nnx.Module | None) -> Frozen:
+        return cls(None, None) if module is None else cls(*nnx.split(module))
+
+    def module(self) -> Any:
+        return None if self.graphdef is None else nnx.merge(self.graphdef, self.state)
+
+
+class CompiledStep:
+    """`prepare` and `loss` of a trainer, compiled once per shape."""
+
+    def __init__(self, prepare: Prepare, loss: Loss, wrt: Any, max_grad_norm: float | None) -> None:
+        self._prepare, self._loss = prepare, loss
+        self._wrt, self._max_grad_norm = wrt, max_grad_norm
+        self._prepared = jax.jit(self._run_prepare, static_argnums=(0, 1))
+        self._gradient = jax.jit(self._run_gradient, static_argnums=(0, 1))
+        self._value = jax.jit(self._run_value, static_argnums=(0, 1))
+        donated = (5,) if jax.default_backend() == "cpu" else (4, 5)
+        self._update = jax.jit(self._run_update, static_argnums=(0, 1), donate_argnums=donated)
+        self._add = jax.jit(add_trees, donate_argnums=0)
+
+    def prepare(self, model: Any, reference: Frozen, batch: Any) -> tuple[Inputs, Metrics]:
+        graphdef, state = nnx.split(model)
+        return self._prepared(graphdef, reference.graphdef, state, reference.state, batch)
+
+    def value(
+        self, model: Any, reference: Frozen, pieces: list[tuple[Inputs, Places]], totals: Totals
+    ) -> tuple[jax.Array, Metrics]:
+        graphdef, state = nnx.split(model)
+        found = [self._value(graphdef, reference.graphdef, state, reference.state, *piece, totals) for piece in pieces]
+        return join(found)
+
+    def step(
+        self,
+        model: Any,
+        optimizer: Any,
+        reference: Frozen,
+        pieces: list[tuple[Inputs, Places]],
+        totals: Totals,
+        target_kl: float | None = None,
+    ) -> tuple[jax.Array, Metrics]:
+        """One update from the gradients of all pieces, in place."""
+        graphdef, (params, rest) = split(model, self._wrt)
+        started, total, found = rest, None, []
+        for inputs, places in pieces:
+            grads, loss, metrics, changed = self._gradient(
+                graphdef, reference.graphdef, params, rest, reference.state, inputs, places, totals
+            )
+            rest = _replaced(rest, changed)
+            total = grads if total is None else self._add(total, grads)
+            found.append((loss, metrics))
+        loss, metrics = join(found)
+        opt_graphdef, opt_state = nnx.split(optimizer)
+        allowed = True if target_kl is None else metrics["approx_kl"] <= target_kl
+        changed, kept = _changes(started, rest)
+        params, opt_state, changed, report = self._update(
+            graphdef, opt_graphdef, params, (started, kept, changed), opt_state, total, loss, allowed
+        )
+        nnx.update(model, params, _replaced(started, changed))
+        nnx.update(optimizer, opt_state)
+        return loss, metrics | report
+
+    def _run_prepare(self, graphdef: Any, other: Any, state: Any, other_state: Any, batch: Any) -> Any:
+        return self._prepare(nnx.merge(graphdef, state), Frozen(other, other_state).module(), batch)
+
+    def _run_value(
+        self, graphdef: Any, other: Any, state: Any, other_state: Any, inputs: Inputs, places: Places, totals: Totals
+    ) -> tuple[jax.Array, Metrics]:
+        model = nnx.merge(graphdef, state)
+        return self._loss(model, Frozen(other, other_state).module(), inputs, places, totals)
+
+    def _run_gradient(
+        self,
+        graphdef: Any,
+        other: Any,
+        params: Any,
+        rest: Any,
+        other_state: Any,
+        inputs: Inputs,
+        places: Places,
+        totals: Totals,
+    ) -> tuple[Any, jax.Array, Metrics, dict[int, Any]]:
+        def of(params: Any) -> tuple[jax.Array, tuple[Metrics, dict[int, Any]]]:
+            model = nnx.merge(graphdef, params, rest)
+            reference = Frozen(other, other_state).module()
+            loss, metrics = self._loss(model, reference, inputs, places, totals)
+            after = split(model, self._wrt)[1][1]
+            return loss, (metrics, _changes(rest, after)[0])
+
+        (loss, (metrics, changed)), grads = jax.value_and_grad(of, has_aux=True)(params)
+        return grads, loss, metrics, changed
+
+    def _run_update(
+        self,
+        graphdef: Any,
+        opt_graphdef: Any,
+        params: Any,
+        others: tuple[Any, dict[int, Any], dict[int, Any]],
+        opt_state: Any,
+        grads: Any,
+        loss: jax.Array,
+        allowed: Any,
+    ) -> tuple[Any, Any, dict[int, Any], Metrics]:
+        rest, before, changed = others
+        model, optimizer = nnx.merge(graphdef, params, rest), nnx.merge(opt_graphdef, opt_state)
+        report = clipped_update(model, optimizer, grads, max_grad_norm=self._max_grad_norm, loss=loss, allowed=allowed)
+        applied = report["update_skipped"] < 1
+        changed = {i: jnp.where(applied, new, before[i]) for i, new in changed.items()}
+        return nnx.state(model, self._wrt), nnx.state(optimizer), changed, report
+
+
+def split(model: Any, wrt: Any) -> tuple[Any, tuple[Any, Any]]:
+    """What the model is, the arrays that are trained, and its other arrays."""
+    graphdef, *states = nnx.split(model, wrt, ...)
+    return graphdef, (states[0], states[1])
+
+
+def add_trees(a: Any, b: Any) -> Any:
+    return jax.tree.map(jnp.add, a, b)
+
+
+@jax.jit
+def _join(found: list[tuple[jax.Array, Metrics]]) -> tuple[jax.Array, Metrics]:
+    metrics = {}
+    for name in found[0][1]:
+        values = jnp.stack([each[name] for _, each in found])
+        metrics[name] = jnp.max(values) if name.endswith("_max") else jnp.sum(values)
+    return sum(loss for loss, _ in found), metrics  # type: ignore[return-value]
+
+
+def join(found: list[tuple[jax.Array, Metrics]]) -> tuple[jax.Array, Metrics]:
+    """Loss and metrics of a batch from those of its parts: sums, and of maxima the greatest."""
+    return found[0] if len(found) == 1 else _join(found)
+
+
+def _changes(before: Any, after: Any) -> tuple[dict[int, Any], dict[int, Any]]:
+    """Which leaves are no longer the same object (counters of random streams, running statistics): (new, old) by number."""
+    pairs = enumerate(zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True))
+    differing = {i: pair for i, pair in pairs if pair[0] is not pair[1]}
+    return {i: new for i, (_, new) in differing.items()}, {i: old for i, (old, _) in differing.items()}
+
+
+def _replaced(tree: Any, changed: dict[int, Any]) -> Any:
+    if not changed:
+        return tree
+    leaves, form = jax.tree.flatten(tree)
+    return jax.tree.unflatten(form, [changed.get(i, leaf) for i, leaf in enumerate(leaves)])
