@@ -36,29 +36,59 @@ def pairs(rejected_seed: int = 3) -> PreferenceBatch[GeneratedSequenceBatch]:
 
 
 def reinforce(model: Any = None, **config: Any) -> Case:
-    model = model or small.Policy()
-    return Case(
-        REINFORCETrainer(model, small.optimizer(model), REINFORCEConfig(**config)), small.rollout(rewards=small.REWARDS)
-    )
+    return _made("reinforce", model, None, config)
 
 
 def ppo(model: Any = None, **config: Any) -> Case:
-    model = model or small.Policy(critic=True)
-    batch = small.rollout(old_log_probs=OLD, advantages=OTHER, returns=2 * OTHER, values=OTHER[:, ::-1].copy())
-    return Case(PPOTrainer(model, small.optimizer(model), PPOConfig(**config)), batch)
+    return _made("ppo", model, None, config)
 
 
 def grpo(model: Any = None, reference: Any = None, **config: Any) -> Case:
-    model = model or small.Policy()
-    settings = GRPOConfig(**{"num_generations": 2, **config})
-    trainer = GRPOTrainer(model, small.optimizer(model), settings, reference_model=reference or small.Policy(1))
-    return Case(trainer, small.grouped(old_log_probs=OLD, sampler_log_probs=OLD[:, ::-1].copy()))
+    return _made("grpo", model, reference, config)
 
 
 def dpo(model: Any = None, reference: Any = None, **config: Any) -> Case:
-    model = model or small.Policy()
-    trainer = DPOTrainer(model, reference or small.Policy(1), small.optimizer(model), DPOConfig(**config))
-    return Case(trainer, pairs())
+    return _made("dpo", model, reference, config)
+
+
+_KEPT: dict[Any, tuple[Any, Any]] = {}
+
+
+def _made(kind: str, model: Any, reference: Any, config: dict[str, Any]) -> Case:
+    """A trainer at its start. One on the usual models is kept and reset, with the programs that it compiled."""
+    if model is not None or reference is not None:
+        return Case(_trainer(kind, model, reference, config), batch_for(kind))
+    key = (kind, *sorted(config.items()))
+    if key not in _KEPT:
+        trainer = _trainer(kind, None, None, config)
+        _KEPT[key] = trainer, trainer.state_dict()
+    trainer, start = _KEPT[key]
+    trainer.load_state_dict(start)
+    return Case(trainer, batch_for(kind))
+
+
+def _trainer(kind: str, model: Any, reference: Any, config: dict[str, Any]) -> Any:
+    model = model or small.Policy(critic=kind == "ppo")
+    reference = reference or small.Policy(1)
+    optimizer = small.optimizer(model)
+    if kind == "reinforce":
+        return REINFORCETrainer(model, optimizer, REINFORCEConfig(**config))
+    if kind == "ppo":
+        return PPOTrainer(model, optimizer, PPOConfig(**config))
+    if kind == "grpo":
+        settings = GRPOConfig(**{"num_generations": 2, **config})
+        return GRPOTrainer(model, optimizer, settings, reference_model=reference)
+    return DPOTrainer(model, reference, optimizer, DPOConfig(**config))
+
+
+def batch_for(kind: str) -> Any:
+    if kind == "reinforce":
+        return small.rollout(rewards=small.REWARDS)
+    if kind == "ppo":
+        return small.rollout(old_log_probs=OLD, advantages=OTHER, returns=2 * OTHER, values=OTHER[:, ::-1].copy())
+    if kind == "grpo":
+        return small.grouped(old_log_probs=OLD, sampler_log_probs=OLD[:, ::-1].copy())
+    return pairs()
 
 
 OLD = small.old_log_probs(small.Policy())

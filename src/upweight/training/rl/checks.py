@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, TypeAlias
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from upweight.errors import BatchError, BatchTypeError
@@ -24,7 +23,7 @@ def as_array(name: str, value: Array | None) -> Any:
     if hasattr(value, "shape") and hasattr(value, "dtype") and not isinstance(value, np.ndarray | np.generic):
         return value  # jax.ShapeDtypeStruct and the like
     try:
-        return jnp.asarray(value)
+        return jax.device_put(np.asarray(value))  # jnp.asarray would compile a copy for each new shape
     except (TypeError, ValueError) as error:
         raise BatchTypeError(f"{name} is a {type(value).__name__} that holds no array of numbers: {error}") from error
 

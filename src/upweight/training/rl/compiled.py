@@ -113,7 +113,8 @@ class CompiledStep:
         totals: Totals,
     ) -> tuple[Any, jax.Array, Metrics, dict[int, Any]]:
         def of(params: Any) -> tuple[jax.Array, tuple[Metrics, dict[int, Any]]]:
-            model = nnx.merge(graphdef, params, rest)
+            # A copy of the tree, whose variables belong to this trace: a forward pass may change them.
+            model = nnx.merge(graphdef, params, jax.tree.map(lambda x: x, rest))
             reference = Frozen(other, other_state).module()
             loss, metrics = self._loss(model, reference, inputs, places, totals)
             after = split(model, self._wrt)[1][1]

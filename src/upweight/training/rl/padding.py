@@ -21,25 +21,26 @@ SMALLEST_LENGTH = 8
 
 
 class Shapes:
-    """Shape (rows, length) → the shape to pad to."""
+    """Shape (rows, length) → the shape to pad to, None for the one that is taken as it is."""
 
     def __init__(self) -> None:
         self.first: tuple[int, int] | None = None
 
-    def fit(self, rows: int, length: int, group_size: int = 1) -> tuple[int, int]:
+    def fit(self, rows: int, length: int, group_size: int = 1) -> tuple[int, int] | None:
         """Rows stay a multiple of the group size."""
         if self.first is None:
             self.first = (rows, length)
         if (rows, length) == self.first:
-            return rows, length
+            return None
         return bucket(rows // group_size, 1) * group_size, bucket(length, SMALLEST_LENGTH)
 
 
 def pad_rollout(batch: SequenceRolloutBatch, rows: int, length: int) -> SequenceRolloutBatch:
-    """The batch with the given number of rows and tokens a row; what is added is masked."""
+    """The batch with the given number of rows and tokens a row; what is added is masked.
+
+    Masks and `valid` are filled in, so that all batches of one shape have one form.
+    """
     old_rows, old_length = batch.sequences.shape
-    if (rows, length) == (old_rows, old_length):
-        return batch
     more_rows, more = rows - old_rows, length - old_length
 
     def widen(x: Any, extra: int = more) -> np.ndarray | None:
@@ -61,8 +62,6 @@ def pad_rollout(batch: SequenceRolloutBatch, rows: int, length: int) -> Sequence
 def pad_sequences(batch: GeneratedSequenceBatch, rows: int, length: int) -> GeneratedSequenceBatch:
     """The same for sequences alone: added tokens are neither prompt nor response."""
     old_rows, old_length = batch.sequences.shape
-    if (rows, length) == (old_rows, old_length):
-        return batch
     more_rows, more = rows - old_rows, length - old_length
 
     def widen(x: Any) -> np.ndarray | None:

@@ -96,9 +96,12 @@ def host_mask(half: GeneratedSequenceBatch) -> np.ndarray:
 
 
 def pad_pair(batch: Pair, shapes: Shapes) -> Pair:
-    """Both halves of one common shape, one of few."""
+    """Both halves of one common shape, one of few; the first shape is taken as it is."""
     longest = max(batch.chosen.sequences.shape[1], batch.rejected.sequences.shape[1])
-    rows, length = shapes.fit(batch.batch_size, longest)
+    shape = shapes.fit(batch.batch_size, longest)
+    if shape is None and batch.chosen.sequences.shape == batch.rejected.sequences.shape:
+        return batch
+    rows, length = shape or (batch.batch_size, longest)
     return PreferenceBatch(pad_sequences(batch.chosen, rows, length), pad_sequences(batch.rejected, rows, length))
 
 

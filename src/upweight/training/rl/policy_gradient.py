@@ -39,10 +39,10 @@ class RolloutTrainer(SequenceTrainer[Config]):
 
     def _padded(self, batch: Any) -> Any:
         rollout, size = rollout_of(batch), getattr(batch, "group_size", 1)
-        if not self._may_pad():
+        shape = self._shapes.fit(rollout.batch_size, rollout.sequences.shape[1], size) if self._may_pad() else None
+        if shape is None:
             return batch
-        rows, length = self._shapes.fit(rollout.batch_size, rollout.sequences.shape[1], size)
-        padded = pad_rollout(rollout, rows, length)
+        padded = pad_rollout(rollout, *shape)
         return replace(batch, rollout=padded) if isinstance(batch, GroupRolloutBatch) else padded
 
     def _aggregated(self, x: jax.Array, inputs: Inputs, places: Places, totals: Totals) -> jax.Array:
