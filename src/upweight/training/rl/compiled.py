@@ -24,18 +24,40 @@ Prepare = Callable[[Any, Any, Any], tuple[Inputs, Metrics]]
 Loss = Callable[[Any, Any, Inputs, Places, Totals], tuple[jax.Array, Metrics]]
 
 
+class Form:
+    """What a module is apart from its arrays, as a static argument. Unlike a graph definition it has a hash even when the
+    module holds a dict or a list of plain values."""
+
+    def __init__(self, graphdef: Any) -> None:
+        self.graphdef = graphdef
+
+    def __hash__(self) -> int:
+        return 0  # few forms meet in one cache; they are told apart by comparison
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Form) and bool(self.graphdef == other.graphdef)
+
+    def merge(self, *states: Any) -> Any:
+        return nnx.merge(self.graphdef, *states)
+
+
 class Frozen(NamedTuple):
     """A module that is only read: what it is and its arrays. None when there is none."""
 
-    graphdef: Any
+    form: Form | None
     state: Any
 
     @classmethod
     def of(cls, module: nnx.Module | None) -> Frozen:
-        return cls(None, None) if module is None else cls(*nnx.split(module))
+        return cls(None, None) if module is None else cls(*taken_apart(module))
 
     def module(self) -> Any:
-        return None if self.graphdef is None else nnx.merge(self.graphdef, self.state)
+        return None if self.form is None else self.form.merge(self.state)
+
+
+def taken_apart(module: Any) -> tuple[Form, Any]:
+    graphdef, state = nnx.split(module)
+    return Form(graphdef), state
 
 
 class CompiledStep:
@@ -52,14 +74,14 @@ class CompiledStep:
         self._add = jax.jit(add_trees, donate_argnums=0)
 
     def prepare(self, model: Any, reference: Frozen, batch: Any) -> tuple[Inputs, Metrics]:
-        graphdef, state = nnx.split(model)
-        return self._prepared(graphdef, reference.graphdef, state, reference.state, batch)
+        form, state = taken_apart(model)
+        return self._prepared(form, reference.form, state, reference.state, batch)
 
     def value(
         self, model: Any, reference: Frozen, pieces: list[tuple[Inputs, Places]], totals: Totals
     ) -> tuple[jax.Array, Metrics]:
-        graphdef, state = nnx.split(model)
-        found = [self._value(graphdef, reference.graphdef, state, reference.state, *piece, totals) for piece in pieces]
+        form, state = taken_apart(model)
+        found = [self._value(form, reference.form, state, reference.state, *piece, totals) for piece in pieces]
         return join(found)
 
     def step(
@@ -72,39 +94,46 @@ class CompiledStep:
         target_kl: float | None = None,
     ) -> tuple[jax.Array, Metrics]:
         """One update from the gradients of all pieces, in place."""
-        graphdef, (params, rest) = split(model, self._wrt)
+        form, (params, rest) = split(model, self._wrt)
         started, total, found = rest, None, []
         for inputs, places in pieces:
             grads, loss, metrics, changed = self._gradient(
-                graphdef, reference.graphdef, params, rest, reference.state, inputs, places, totals
+                form, reference.form, params, rest, reference.state, inputs, places, totals
             )
             rest = _replaced(rest, changed)
             total = grads if total is None else self._add(total, grads)
             found.append((loss, metrics))
         loss, metrics = join(found)
-        opt_graphdef, opt_state = nnx.split(optimizer)
+        opt_form, opt_state = taken_apart(optimizer)
         allowed = True if target_kl is None else metrics["approx_kl"] <= target_kl
         changed, kept = _changes(started, rest)
         params, opt_state, changed, report = self._update(
-            graphdef, opt_graphdef, params, (started, kept, changed), opt_state, total, loss, allowed
+            form, opt_form, params, (started, kept, changed), opt_state, total, loss, allowed
         )
         nnx.update(model, params, _replaced(started, changed))
         nnx.update(optimizer, opt_state)
         return loss, metrics | report
 
-    def _run_prepare(self, graphdef: Any, other: Any, state: Any, other_state: Any, batch: Any) -> Any:
-        return self._prepare(nnx.merge(graphdef, state), Frozen(other, other_state).module(), batch)
+    def _run_prepare(self, form: Form, other: Form | None, state: Any, other_state: Any, batch: Any) -> Any:
+        return self._prepare(form.merge(state), Frozen(other, other_state).module(), batch)
 
     def _run_value(
-        self, graphdef: Any, other: Any, state: Any, other_state: Any, inputs: Inputs, places: Places, totals: Totals
+        self,
+        form: Form,
+        other: Form | None,
+        state: Any,
+        other_state: Any,
+        inputs: Inputs,
+        places: Places,
+        totals: Totals,
     ) -> tuple[jax.Array, Metrics]:
-        model = nnx.merge(graphdef, state)
+        model = form.merge(state)
         return self._loss(model, Frozen(other, other_state).module(), inputs, places, totals)
 
     def _run_gradient(
         self,
-        graphdef: Any,
-        other: Any,
+        form: Form,
+        other: Form | None,
         params: Any,
         rest: Any,
         other_state: Any,
@@ -114,7 +143,7 @@ class CompiledStep:
     ) -> tuple[Any, jax.Array, Metrics, dict[int, Any]]:
         def of(params: Any) -> tuple[jax.Array, tuple[Metrics, dict[int, Any]]]:
             # A copy of the tree, whose variables belong to this trace: a forward pass may change them.
-            model = nnx.merge(graphdef, params, jax.tree.map(lambda x: x, rest))
+            model = form.merge(params, jax.tree.map(lambda x: x, rest))
             reference = Frozen(other, other_state).module()
             loss, metrics = self._loss(model, reference, inputs, places, totals)
             after = split(model, self._wrt)[1][1]
@@ -125,8 +154,8 @@ class CompiledStep:
 
     def _run_update(
         self,
-        graphdef: Any,
-        opt_graphdef: Any,
+        form: Form,
+        opt_form: Form,
         params: Any,
         others: tuple[Any, dict[int, Any], dict[int, Any]],
         opt_state: Any,
@@ -135,17 +164,17 @@ class CompiledStep:
         allowed: Any,
     ) -> tuple[Any, Any, dict[int, Any], Metrics]:
         rest, before, changed = others
-        model, optimizer = nnx.merge(graphdef, params, rest), nnx.merge(opt_graphdef, opt_state)
+        model, optimizer = form.merge(params, rest), opt_form.merge(opt_state)
         report = clipped_update(model, optimizer, grads, max_grad_norm=self._max_grad_norm, loss=loss, allowed=allowed)
         applied = report["update_skipped"] < 1
         changed = {i: jnp.where(applied, new, before[i]) for i, new in changed.items()}
         return nnx.state(model, self._wrt), nnx.state(optimizer), changed, report
 
 
-def split(model: Any, wrt: Any) -> tuple[Any, tuple[Any, Any]]:
+def split(model: Any, wrt: Any) -> tuple[Form, tuple[Any, Any]]:
     """What the model is, the arrays that are trained, and its other arrays."""
     graphdef, *states = nnx.split(model, wrt, ...)
-    return graphdef, (states[0], states[1])
+    return Form(graphdef), (states[0], states[1])
 
 
 def add_trees(a: Any, b: Any) -> Any:
