@@ -20,6 +20,7 @@ from upweight.ops.returns import gae
 from upweight.ops.sampling import apply_filters
 from upweight.training.rl.adapters import mask_of, valid_targets
 from upweight.training.rl.checks import Array, as_array
+from upweight.training.rl.compiled import call
 from upweight.training.rl.policy_gradient import token_rewards
 from upweight.training.rl.rewards import as_reward_model
 from upweight.training.rl.types import (
@@ -158,8 +159,8 @@ class LocalSequenceRolloutBackend:
         temperature = None if heat == 1.0 else jnp.full(batch.batch_size, heat, jnp.float32)
         plain = SequenceRolloutBatch(batch)
         rollout = replace(plain, temperature=temperature)
-        old = self.policy_adapter.action_log_probs(rollout)
-        raw = old if temperature is None else self.policy_adapter.action_log_probs(plain)
+        old = call(self.policy_adapter, "action_log_probs", rollout)
+        raw = old if temperature is None else call(self.policy_adapter, "action_log_probs", plain)
         sampler = None
         if request.temperature > 0 and (request.top_k or (request.top_p or 1.0) < 1.0):
             sampler = filtered_log_probs(self.policy_adapter, rollout, request.top_k or 0, request.top_p or 1.0)
@@ -183,7 +184,7 @@ class LocalSequenceRolloutBackend:
 
 def filtered_log_probs(adapter: Any, rollout: SequenceRolloutBatch, top_k: int, top_p: float) -> jax.Array:
     """float32 (B,S−1) under the tempered distribution cut to top-k and top-p and renormalised; 0 where masked."""
-    logp, mask = adapter.log_prob_distributions(rollout), mask_of(rollout)
+    logp, mask = call(adapter, "log_prob_distributions", rollout), mask_of(rollout)
     rows, actions, size = logp.shape
     count = rows * actions
     flat = jnp.where(mask.reshape(-1, 1) > 0, logp.reshape(count, size), 0.0)
@@ -201,7 +202,7 @@ def with_advantages(
     rewards = token_rewards(rollout, mask)
     if rewards is None:
         raise BatchError("the rollout has no token_rewards and no sequence rewards to compute advantages from")
-    values = jnp.where(mask > 0, value_adapter.action_values(rollout), 0.0)
+    values = jnp.where(mask > 0, call(value_adapter, "action_values", rollout), 0.0)
     advantages = gae(rewards, values, mask, gamma, gae_lambda, rollout.dones)
     return replace(rollout, values=values, advantages=advantages, returns=advantages + values)
 
@@ -209,5 +210,5 @@ def with_advantages(
 def _reference(scorer: Any, rollout: SequenceRolloutBatch) -> jax.Array:
     """(B,S−1) at the rollout's temperature, or (B,) from a scorer that knows whole sequences only."""
     if callable(getattr(scorer, "action_log_probs", None)):
-        return scorer.action_log_probs(rollout)
+        return call(scorer, "action_log_probs", rollout)
     return scorer.sequence_log_probs(rollout.sequence_batch)

@@ -6,6 +6,7 @@ never are, since an engine, a reference or a user may hold them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from upweight.training.rl.binding import module_of
 from upweight.training.rl.inputs import Inputs, Totals
 from upweight.training.rl.scoring import Places
 from upweight.training.rl.update import clipped_update
@@ -169,6 +171,20 @@ class CompiledStep:
         applied = report["update_skipped"] < 1
         changed = {i: jnp.where(applied, new, before[i]) for i, new in changed.items()}
         return nnx.state(model, self._wrt), nnx.state(optimizer), changed, report
+
+
+def call(adapter: Any, method: str, batch: Any) -> Any:
+    """`adapter.method(batch)`, compiled once per shape where the adapter's model is a module that it can be bound to anew."""
+    module = module_of(adapter)
+    if module is None:
+        return getattr(adapter, method)(batch)
+    form, state = taken_apart(module)
+    return _call(form, adapter, method, state, batch)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _call(form: Form, adapter: Any, method: str, state: Any, batch: Any) -> Any:
+    return getattr(adapter.bind(form.merge(state)), method)(batch)
 
 
 def split(model: Any, wrt: Any) -> tuple[Form, tuple[Any, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -53,10 +54,10 @@ def check_pairs(batch: Any) -> None:
         raise BatchTypeError(
             f"DPOTrainer got a {type(batch).__name__}; it trains on PreferenceBatch of two GeneratedSequenceBatch, or a dict"
         )
-    batch.__post_init__()
+    replace(batch)  # checks again what transformations may have changed, and leaves the batch alone
     for name in HALVES:
         half = getattr(batch, name)
-        half.__post_init__()
+        replace(half)
         if half.sequences.ndim != 2 or half.sequences.shape[1] < 2:
             raise BatchError(f"{name}.sequences has shape {tuple(half.sequences.shape)}, it must be (B, S) with S ≥ 2")
         if not jnp.issubdtype(half.sequences.dtype, jnp.integer):

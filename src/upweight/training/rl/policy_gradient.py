@@ -70,11 +70,16 @@ def check_rollout(batch: Any, trainer: str) -> None:
         raise BatchTypeError(f"sequences has dtype {rollout.sequences.dtype}, trainers need integer token ids")
     if rollout.sequences.shape[1] < 2:
         raise BatchError(f"sequences has shape {tuple(rollout.sequences.shape)}; an action needs a token before it")
-    # Fields may have been replaced by transformations, which check nothing.
-    rollout.__post_init__()
-    rollout.sequence_batch.generation.__post_init__()
+    check_again(rollout, rollout.sequence_batch, rollout.sequence_batch.generation)
     if isinstance(batch, GroupRolloutBatch):
         check_whole_groups(batch.batch_size, batch.group_size)
+
+
+def check_again(*batches: Any) -> None:
+    """The checks of construction: transformations replace fields and check nothing. The batches are not touched, since they
+    may belong to an outer trace."""
+    for batch in batches:
+        replace(batch)
 
 
 def old_log_probs(rollout: SequenceRolloutBatch) -> jax.Array | None:

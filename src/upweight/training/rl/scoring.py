@@ -78,7 +78,7 @@ def score_actions(
     """Scores at `places`. `reference` is the adapter that an exact KL is taken to, `critic` the one that gives values."""
     if not _is_ours(policy):
         scores, values = _scores_of_methods(policy, batch, places, entropy, reference), None
-    elif _has_head(policy):
+    elif _has_head(policy) and not _needs_output(critic, policy):
         scores, values = _scores_of_hidden(policy, batch, places, entropy, reference, critic)
     else:
         scores, values = _scores_of_logits(policy, batch, places, entropy, reference, critic)
@@ -91,9 +91,16 @@ def score_actions(
     )
 
 
-def needs_all_places(policy: Any) -> bool:
+def needs_all_places(policy: Any, critic: Any = None) -> bool:
     """Whether scores at few places cost as much as at all, because the whole logits are computed anyway."""
-    return not (_is_ours(policy) and _has_head(policy))
+    return not (_is_ours(policy) and _has_head(policy)) or _needs_output(critic, policy)
+
+
+def _needs_output(critic: Any, policy: SequencePolicyAdapter) -> bool:
+    """Whether the values stand only in the output of the model's call, which holds the logits as well."""
+    if critic is None or not _is_our_critic(critic, policy):
+        return False
+    return critic.value_extractor is not None or not has_halves(policy.model, "value_head")
 
 
 def _is_ours(adapter: Any) -> bool:
@@ -134,7 +141,7 @@ def _scores_of_hidden(
         heads = (lambda x: x, logp * temperature[:, None])  # divided by the temperature again
     scores = hidden_scores(policy.model.head, hidden, target, temperature, entropy=entropy, reference=heads)
     values = None
-    if critic is not None and _is_our_critic(critic, policy) and has_halves(policy.model, "value_head"):
+    if critic is not None and _is_our_critic(critic, policy):
         rows, length = batch.sequences.shape
         values = align_values(policy.model.value_head(whole), (rows, length))
     return scores, values

@@ -165,7 +165,7 @@ class SequenceTrainer(Generic[Config]):
         return inputs, extra, np.asarray(inputs.mask)
 
     def _everywhere(self) -> bool:
-        return needs_all_places(self._adapters["policy"])
+        return needs_all_places(self._adapters["policy"], self._adapters.get("value"))
 
     def _frozen(self) -> Frozen:
         return Frozen.of(None if self._reference is None else module_of(self._reference))
