@@ -389,34 +389,6 @@ def test_rewards_and_t10() -> None:
         as_reward_model(lambda samples, conditions: samples)(samples)
 
 
-def test_d04_reinforce_learns_with_a_long_prompt() -> None:
-    """Prompt 8, answer 6, reward = share of token 3 in the answer: above 0.9 within 40 steps of 64 samples."""
-    import optax
-
-    model = Policy()
-    optimizer = nnx.Optimizer(model, optax.adam(0.05), wrt=nnx.Param)
-    trainer = REINFORCETrainer(model, optimizer, REINFORCEConfig(gamma=1.0))
-
-    @nnx.jit
-    def answer(model: Policy, prompt: jax.Array, key: jax.Array) -> jax.Array:
-        def one(i: int, ids: jax.Array) -> jax.Array:
-            row = jax.lax.dynamic_slice_in_dim(model(ids), i - 1, 1, axis=1)[:, 0]
-            return ids.at[:, i].set(jax.random.categorical(jax.random.fold_in(key, i), row).astype(jnp.int32))
-
-        return jax.lax.fori_loop(8, 14, one, jnp.pad(prompt, ((0, 0), (0, 6))))
-
-    response = np.zeros((64, 14), np.float32)
-    response[:, 8:] = 1
-    reward = 0.0
-    for step in range(40):
-        ids = answer(model, tokens(64, 8, seed=step), jax.random.key(step))
-        rewards = (np.asarray(ids)[:, 8:] == 3).mean(axis=1)
-        reward = float(rewards.mean())
-        batch = GeneratedSequenceBatch.from_sequences(ids, response_mask=response, rewards=rewards)
-        trainer.train_step(SequenceRolloutBatch(batch))
-    assert reward > 0.9
-
-
 def test_nothing_else_warns() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")

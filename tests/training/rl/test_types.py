@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from upweight.errors import UpweightError
+from upweight.training.rl.padding import pad_rollout
 from upweight.training.rl.types import (
     GeneratedBatch,
     GeneratedSequenceBatch,
@@ -161,3 +162,13 @@ def test_batches_are_pytrees_with_static_integers() -> None:
 
 def test_float_tokens_are_accepted_by_containers() -> None:
     assert GeneratedSequenceBatch.from_sequences(TOKENS.astype(np.float32)).batch_size == 3
+
+
+def test_a_last_value_stays_last_when_a_batch_is_padded() -> None:
+    values = np.arange(12, dtype=np.float32).reshape(3, 4)
+    wide = pad_rollout(SequenceRolloutBatch(SEQUENCES, values=values, returns=ACTIONS), 4, 6)
+    assert wide.values[0].tolist() == [0, 1, 2, 0, 0, 3]
+    assert wide.returns[0].tolist() == [1, 1, 1, 0, 0]
+    assert wide.action_mask.tolist() == [[1, 1, 1, 0, 0]] * 3 + [[0] * 5]
+    short = pad_rollout(SequenceRolloutBatch(SEQUENCES, values=values[:, :3]), 3, 6)
+    assert short.values[0].tolist() == [0, 1, 2, 0, 0]

@@ -95,10 +95,11 @@ class LocalSequenceGenerationBackend:
     def _seed(self, seed: int | None) -> dict[str, Any]:
         if seed is None:
             return {}
+        names = inspect.signature(self._generate).parameters
+        if "key" in names and "seed" not in names:
+            return {"key": jax.random.key(seed)}
         if self._accepts("seed"):
             return {"seed": seed}
-        if self._accepts("key"):
-            return {"key": jax.random.key(seed)}
         raise ConfigError(
             f"seed is {seed}, but generate takes neither seed nor key; add one to it, or leave the seed out"
         )

@@ -115,7 +115,7 @@ class PPOTrainer(RolloutTrainer[PPOConfig]):
                 own = piece[1].trained
                 rows = len(np.unique(piece[1].row[own > 0]))
                 totals = Totals(np.float32((own > 0).sum()), np.float32(rows))
-                found.append(self._apply([piece], totals, {}))
+                found.append(self._updated([piece], totals))
         loss, metrics = join(found)
         share = {name: x if name.endswith("_max") else x / len(found) for name, x in metrics.items()}
         return loss / len(found), self._finished(share | extra)

@@ -139,12 +139,13 @@ class SequenceTrainer(Generic[Config]):
 
     def _train(self, batches: list[Any], num_microbatches: int) -> Result:
         pieces, totals, extra = self._pieces(batches, num_microbatches)
-        return self._apply(pieces, totals, extra)
-
-    def _apply(self, pieces: list[tuple[Inputs, Places]], totals: Totals, extra: Metrics) -> Result:
-        target = getattr(self.config, "target_kl", None)
-        loss, metrics = self._step.step(self.model, self.optimizer, self._frozen(), pieces, totals, target)
+        loss, metrics = self._updated(pieces, totals)
         return loss, self._finished(metrics | extra)
+
+    def _updated(self, pieces: list[tuple[Inputs, Places]], totals: Totals) -> Result:
+        """One update; loss and metrics that still add up."""
+        target = getattr(self.config, "target_kl", None)
+        return self._step.step(self.model, self.optimizer, self._frozen(), pieces, totals, target)
 
     def _pieces(self, batches: list[Any], num_microbatches: int) -> tuple[list[tuple[Inputs, Places]], Totals, Metrics]:
         if num_microbatches < 1:
