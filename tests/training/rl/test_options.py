@@ -174,3 +174,12 @@ def test_keyword_arguments_of_a_factory_see_unpadded_batches() -> None:
     assert float(trainer.eval_step(with_offset)[0]) == pytest.approx(
         expected, rel=1e-5
     )  # an offset of all logits is none
+
+
+def test_given_advantages_are_taken_as_they_are() -> None:
+    """Also where a method would whiten its own."""
+    model = Policy()
+    trainer = GRPOTrainer(model, small.optimizer(model), GRPOConfig.preset("reinforce_pp", num_generations=2))
+    old = own_log_probs(model).astype(np.float32)
+    loss, _ = trainer.eval_step(grouped(old_log_probs=old, advantages=OTHER))
+    assert float(loss) == pytest.approx(float(-(OTHER * MASK).sum() / 13), rel=1e-4)

@@ -139,12 +139,11 @@ def test_d10_any_split_gives_the_gradient_of_the_whole_batch(kind: str, head: bo
         assert_same(after, whole[1], rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["reinforce", "dpo"])
+@pytest.mark.parametrize("kind", ["reinforce", "ppo", "dpo"])
 def test_d10_one_update_from_several_batches(kind: str) -> None:
-    """Of a batch and of its two unequal halves. Whitening is off: it is over what comes together."""
-    options = {"normalize_returns": False} if kind == "reinforce" else {}
-    whole = step_of(ALL[kind](**options))
-    case = ALL[kind](**options)
+    """Of a batch and of its two unequal halves, whitening included."""
+    whole = step_of(ALL[kind]())
+    case = ALL[kind]()
     parts = [jax.tree.map(lambda x, a=a, b=b: x[a:b], case.batch) for a, b in ((0, 1), (1, 4))]
     _, metrics = case.trainer.train_step_accumulated(parts)
     assert {name: float(x) for name, x in metrics.items()} == pytest.approx(whole[0], rel=1e-5, abs=1e-6)

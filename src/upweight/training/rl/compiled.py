@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from upweight.training.rl.binding import module_of
-from upweight.training.rl.inputs import Inputs, Totals
+from upweight.training.rl.inputs import UNWHITENED, Inputs, Totals, whitened
 from upweight.training.rl.scoring import Places
 from upweight.training.rl.update import clipped_update
 
@@ -74,10 +74,14 @@ class CompiledStep:
         donated = (5,) if jax.default_backend() == "cpu" else (4, 5)
         self._update = jax.jit(self._run_update, static_argnums=(0, 1), donate_argnums=donated)
         self._add = jax.jit(add_trees, donate_argnums=0)
+        self._whitened = jax.jit(whitened)
 
     def prepare(self, model: Any, reference: Frozen, batch: Any) -> tuple[Inputs, Metrics]:
         form, state = taken_apart(model)
         return self._prepared(form, reference.form, state, reference.state, batch)
+
+    def whitened(self, several: list[Inputs]) -> list[Inputs]:
+        return self._whitened(several) if any(UNWHITENED in inputs.arrays for inputs in several) else several
 
     def value(
         self, model: Any, reference: Frozen, pieces: list[tuple[Inputs, Places]], totals: Totals

@@ -16,7 +16,7 @@ from upweight.training.rl.checks import Array, as_array
 from upweight.training.rl.compiled import Metrics
 from upweight.training.rl.configs import GRPOConfig
 from upweight.training.rl.grpo_advantages import group_advantages, normalized_rewards, trained_mask
-from upweight.training.rl.inputs import Inputs, Totals, token_mean
+from upweight.training.rl.inputs import UNWHITENED, Inputs, Totals, token_mean
 from upweight.training.rl.policy_gradient import (
     RolloutTrainer,
     check_rollout,
@@ -115,7 +115,13 @@ class GRPOTrainer(RolloutTrainer[GRPOConfig]):
         kept = trained_mask(config, rollout, mask, old, sampler)
         ref = self._reference_in_batch(reference, rollout)
         advantages, extra = group_advantages(config, batch, mask, kept, old if old is not None else sampler, ref)
-        arrays = {"advantages": advantages, "old": old, "sampler": sampler, "reference": ref}
+        is_white = config.advantage in ("reinforce_pp", "reinforce_pp_baseline") and rollout.advantages is None
+        arrays = {
+            UNWHITENED if is_white else "advantages": advantages,
+            "old": old,
+            "sampler": sampler,
+            "reference": ref,
+        }
         return Inputs(rollout, kept, {name: x for name, x in arrays.items() if x is not None}), extra
 
     def _reference_in_batch(self, reference: Any, rollout: SequenceRolloutBatch) -> jax.Array | None:

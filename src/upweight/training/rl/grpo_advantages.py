@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from upweight.ops.corrections import inside_band, overlong_punishment
 from upweight.ops.grouped_advantages import contiguous_stats, grouped_advantages
-from upweight.ops.masked_stats import masked, masked_normalize
+from upweight.ops.masked_stats import masked
 from upweight.ops.policy_loss import KL_ESTIMATORS
 from upweight.ops.returns import at_last_action, discounted_returns
 from upweight.training.rl.compiled import Metrics
@@ -50,7 +50,7 @@ def group_advantages(
     old: jax.Array | None,
     reference: jax.Array | None,
 ) -> tuple[jax.Array, Metrics]:
-    """float32 (B,A), and the metrics of the whole batch. `mask` is that of the rollout, `kept` what of it is trained."""
+    """float32 (B,A) before any whitening over the batch, and the metrics of the whole batch. `mask` is that of the rollout, `kept` what of it is trained."""
     rollout = batch.rollout
     if rollout.advantages is not None:
         advantages = masked(rollout.advantages.astype(jnp.float32), mask)
@@ -67,16 +67,12 @@ def group_advantages(
         kl = config.kl_coeff * estimator(old, reference, mask)
     if config.advantage in ("reinforce_pp", "returns"):
         per_token = discounted_returns(at_last_action(rewards, mask) - kl, mask, 1.0)
-        advantages = masked_normalize(per_token, kept) if config.advantage == "reinforce_pp" else per_token
-        return advantages, _spread(advantages, kept)
+        return per_token, _spread(per_token, kept)
     rewards = rewards - jnp.sum(kl, axis=1)
     name, batch_std = _formula(config)
     found = grouped_advantages(name, rewards, valid, batch.group_size, ddof=config.std_ddof, batch_std=batch_std)
     metrics = {"zero_variance_groups": jnp.sum(found.flat).astype(jnp.float32)}
     advantages = found.advantages[:, None] * mask
-    if config.advantage == "reinforce_pp_baseline":
-        advantages = masked_normalize(advantages, kept)
-        return advantages, metrics | _spread(advantages, kept)
     return advantages, metrics | _spread(found.advantages, valid)
 
 

@@ -8,9 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from upweight.ops.masked_stats import masked, masked_normalize
 from upweight.ops.packing import power_bucket
 from upweight.ops.policy_loss import AGGREGATIONS
 from upweight.training.rl.scoring import Places, trained_places
+
+UNWHITENED = "unwhitened"
 
 
 class Inputs(NamedTuple):
@@ -54,6 +57,27 @@ def take_rows(inputs: Inputs, rows: jax.Array, live: jax.Array) -> Inputs:
     taken: Inputs = jax.tree.map(lambda x: x[rows], inputs)
     shape = (-1,) + (1,) * (taken.mask.ndim - 1)
     return taken._replace(mask=taken.mask * live.reshape(shape))
+
+
+def whitened(several: list[Inputs]) -> list[Inputs]:
+    """The arrays `unwhitened` become `advantages`, whitened over the masked places of all inputs as one batch.
+
+    Fewer than two places stay as they are: one number alone has no spread to be measured by.
+    """
+    own = [inputs for inputs in several if UNWHITENED in inputs.arrays]
+    if not own:
+        return several
+    flat = jnp.concatenate([inputs.arrays[UNWHITENED].reshape(-1) for inputs in own])
+    mask = jnp.concatenate([inputs.mask.reshape(-1) for inputs in own])
+    white = jnp.where(jnp.sum(mask) < 2, masked(flat, mask), masked_normalize(flat, mask))
+    done, start = [], 0
+    for inputs in several:
+        arrays = dict(inputs.arrays)
+        if arrays.pop(UNWHITENED, None) is not None:
+            arrays["advantages"] = white[start : start + inputs.mask.size].reshape(inputs.mask.shape)
+            start += inputs.mask.size
+        done.append(inputs._replace(arrays=arrays))
+    return done
 
 
 def cut(inputs: Inputs, mask: np.ndarray, parts: list[np.ndarray], everywhere: bool) -> list[tuple[Inputs, Places]]:

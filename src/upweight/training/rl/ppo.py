@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 
 from upweight.errors import BatchError
-from upweight.ops.masked_stats import masked, masked_mean, masked_normalize
+from upweight.ops.masked_stats import masked, masked_mean
 from upweight.ops.policy_loss import KL_ESTIMATORS, LOSSES, Limits
 from upweight.ops.returns import gae
 from upweight.ops.value_loss import explained_variance, moments_of, squared_error
@@ -24,7 +24,7 @@ from upweight.training.rl.functions import (
     compute_masked_policy_entropy,
     compute_policy_entropy,
 )
-from upweight.training.rl.inputs import Inputs, Totals, cut, token_mean
+from upweight.training.rl.inputs import UNWHITENED, Inputs, Totals, cut, token_mean
 from upweight.training.rl.policy_gradient import (
     RolloutTrainer,
     check_rollout,
@@ -104,7 +104,8 @@ class PPOTrainer(RolloutTrainer[PPOConfig]):
                 raise BatchError(f"{name} is {value}, it must be at least 1")
         batch = self._checked(rollout)
         count = rollout_of(batch).batch_size
-        inputs, extra, mask = self._prepared(batch)
+        (inputs,), extra = self._prepared([batch])
+        mask = np.asarray(inputs.mask)
         random = None if seed is None else np.random.default_rng(seed)
         size = min(minibatch_size or count, count)
         found = []
@@ -148,10 +149,9 @@ class PPOTrainer(RolloutTrainer[PPOConfig]):
             returns = found + masked(values, mask) if returns is None else returns
         assert advantages is not None  # given, or there were values
         assert returns is not None
-        advantages = masked(advantages.astype(jnp.float32), mask)
-        if config.whiten_advantages:
-            advantages = masked_normalize(advantages, mask)
-        arrays |= {"advantages": advantages, "returns": masked(returns.astype(jnp.float32), mask)}
+        name = UNWHITENED if config.whiten_advantages else "advantages"
+        arrays |= {name: masked(advantages.astype(jnp.float32), mask)}
+        arrays |= {"returns": masked(returns.astype(jnp.float32), mask)}
         return Inputs(rollout, mask, {name: x for name, x in arrays.items() if x is not None}), {}
 
     def _old_values(self, model: Any, rollout: Any) -> jax.Array | None:

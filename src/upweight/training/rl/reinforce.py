@@ -10,14 +10,14 @@ from flax import nnx
 
 from upweight.errors import BatchError
 from upweight.ops.grouped_advantages import grouped_advantages
-from upweight.ops.masked_stats import masked, masked_normalize
+from upweight.ops.masked_stats import masked
 from upweight.ops.policy_loss import LOSSES, Limits
 from upweight.ops.returns import at_last_action, discounted_returns
 from upweight.training.rl.checks import Array, as_array
 from upweight.training.rl.compiled import Metrics
 from upweight.training.rl.configs import REINFORCEConfig
 from upweight.training.rl.functions import normalize_advantages
-from upweight.training.rl.inputs import Inputs, Totals
+from upweight.training.rl.inputs import UNWHITENED, Inputs, Totals
 from upweight.training.rl.policy_gradient import RolloutTrainer, check_rollout, count_metrics, rollout_of
 from upweight.training.rl.scoring import Places, score_actions
 
@@ -62,10 +62,8 @@ class REINFORCETrainer(RolloutTrainer[REINFORCEConfig]):
         rollout = rollout_of(batch)
         mask = rollout.action_mask
         returns = self._returns(rollout, mask, getattr(batch, "group_size", rollout.batch_size))
-        if self.config.normalize_returns:
-            # One number alone has no spread to be measured by.
-            returns = jnp.where(jnp.sum(mask) < 2, returns, masked_normalize(returns, mask))
-        return Inputs(rollout, mask, {"returns": returns}), {}
+        name = UNWHITENED if self.config.normalize_returns else "advantages"
+        return Inputs(rollout, mask, {name: returns}), {}
 
     def _returns(self, rollout: Any, mask: jax.Array, group_size: int) -> jax.Array:
         if rollout.returns is not None:
@@ -92,7 +90,7 @@ class REINFORCETrainer(RolloutTrainer[REINFORCEConfig]):
     ) -> tuple[jax.Array, Metrics]:
         coefficient = self.config.entropy_coeff
         scores = score_actions(self._bound("policy", model), inputs.batch, places, entropy=coefficient > 0)
-        lp, returns = scores.log_probs, places.pick(inputs.arrays["returns"])
+        lp, returns = scores.log_probs, places.pick(inputs.arrays["advantages"])
         per_token = LOSSES["reinforce"](lp, lp, returns, places.trained, places.row, Limits())
         policy_loss = self._aggregated(per_token, inputs, places, totals)
         entropy = self._entropy(scores, inputs, places, totals)

@@ -24,7 +24,7 @@ from flax import nnx
 from upweight.errors import BatchError, ConfigError
 from upweight.training.rl.binding import module_of, rebind
 from upweight.training.rl.compiled import CompiledStep, Frozen, Metrics
-from upweight.training.rl.inputs import Inputs, Totals, cut, split_evenly
+from upweight.training.rl.inputs import Inputs, Totals, cut, split_evenly, whitened
 from upweight.training.rl.padding import Shapes
 from upweight.training.rl.scoring import Places, all_places, needs_all_places
 from upweight.training.rl.state import restore, snapshot
@@ -89,7 +89,10 @@ class SequenceTrainer(Generic[Config]):
         return self._train([self._checked(batch)], num_microbatches)
 
     def train_step_accumulated(self, batches: Iterable[Any]) -> Result:
-        """One update from several batches, equal to that from one batch of all their rows."""
+        """One update from several batches, equal to that from one batch of all their rows; whitening is over all of them.
+
+        Only `baseline="batch"` and `scale_rewards="batch"` look at each batch alone.
+        """
         return self._train([self._checked(batch) for batch in batches], 1)
 
     def eval_step(self, batch: Any, *, num_microbatches: int = 1) -> Result:
@@ -131,6 +134,7 @@ class SequenceTrainer(Generic[Config]):
     def _make_loss_fn(self) -> Callable[[Any, Any], Result]:
         def loss_fn(model: Any, batch: Any) -> Result:
             inputs, extra = self._prepare(model, None, self._checked(batch))
+            (inputs,) = whitened([inputs])
             places = all_places(inputs.mask.reshape(-1, inputs.mask.shape[-1]))
             loss, metrics = self._loss(model, None, inputs, places, Totals.of(inputs.mask))
             return loss, self._finished(metrics | extra)
@@ -153,17 +157,20 @@ class SequenceTrainer(Generic[Config]):
         if not batches:
             raise BatchError("batches is empty; an update needs at least one batch")
         pieces: list[tuple[Inputs, Places]] = []
-        totals, extras = Totals(np.float32(0), np.float32(0)), list[Metrics]()
-        for batch in batches:
-            inputs, extra, mask = self._prepared(batch)
-            totals, extras = totals + Totals.of(mask, np), [*extras, extra]
+        totals = Totals(np.float32(0), np.float32(0))
+        several, extra = self._prepared(batches)
+        for inputs in several:
+            mask = np.asarray(inputs.mask)
+            totals += Totals.of(mask, np)
             pieces += cut(inputs, mask, split_evenly(mask.shape[0], num_microbatches), self._everywhere())
-        return pieces, totals, _joined(extras)
+        return pieces, totals, extra
 
-    def _prepared(self, batch: Any) -> tuple[Inputs, Metrics, np.ndarray]:
-        """Inputs of a checked batch, metrics of the whole batch, and the mask on the host."""
-        inputs, extra = self._step.prepare(self.model, self._frozen(), self._padded(batch))
-        return inputs, extra, np.asarray(inputs.mask)
+    def _prepared(self, batches: list[Any]) -> tuple[list[Inputs], Metrics]:
+        """Inputs of checked batches, and the metrics that follow from the batches alone."""
+        frozen = self._frozen()
+        found = [self._step.prepare(self.model, frozen, self._padded(batch)) for batch in batches]
+        several = self._step.whitened([inputs for inputs, _ in found])
+        return several, _joined([extra for _, extra in found])
 
     def _everywhere(self) -> bool:
         return needs_all_places(self._adapters["policy"], self._adapters.get("value"))
