@@ -48,6 +48,20 @@ class TrainingError(UpweightError):
     """A training step cannot be made."""
 
 
+class BatchError(TrainingError, ValueError):
+    """A batch given to a trainer lacks something, or a value or shape in it is wrong."""
+
+
+class BatchTypeError(TrainingError, TypeError):
+    """A batch, model output or adapter is of a kind that a trainer cannot use."""
+
+
+class MissingBatchKey(TrainingError, KeyError):
+    """A batch given as a mapping lacks a key."""
+
+    __str__ = Exception.__str__  # KeyError would quote the sentence
+
+
 class ServerError(UpweightError):
     """The job server cannot start or go on."""
 

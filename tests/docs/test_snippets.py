@@ -21,6 +21,7 @@ from upweight.demo.server_process import ServerProcess
 README, JOBS, ROLLOUTS = ROOT / "README.md", ROOT / "docs" / "jobs.md", ROOT / "docs" / "rollouts.md"
 ONLINE = ROOT / "docs" / "online.md"
 INFERENCE = ROOT / "docs" / "inference.md"
+TRAINERS = ROOT / "docs" / "trainers.md"
 NAMED_MODEL = "SmolLM2-135M-Instruct"
 CREATE = f'eval "$(upweight jobs create --model {NAMED_MODEL} --batch-size 8 --num-batches 2 --max-tokens 8)"'
 TIMEOUT_S = 120
@@ -134,12 +135,24 @@ def test_online_program(tiny_model_folder: Path, tmp_path: Path) -> None:
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= {p.name for p in (tmp_path / "trained").iterdir()}
 
 
+def test_trainers_program(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(programs(TRAINERS)["grpo"])
+    done = subprocess.run(
+        [sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "'update_skipped': 0.0" in done.stdout
+
+
 def test_every_program_is_run_above() -> None:
-    found = {(page.name, name) for page in (README, JOBS, ROLLOUTS, INFERENCE, ONLINE) for name in programs(page)}
+    found = {
+        (page.name, name) for page in (README, JOBS, ROLLOUTS, INFERENCE, ONLINE, TRAINERS) for name in programs(page)
+    }
     part = {("rollouts.md", "group")}  # the beginning of the two others of its page
     run = {("README.md", "quick_start"), ("jobs.md", "create")}
     run |= {("rollouts.md", "evaluate"), ("rollouts.md", "asynchronous"), ("rollouts.md", "turns")}
     run |= {("inference.md", "openai"), ("inference.md", "anthropic"), ("online.md", "online")}
+    run |= {("trainers.md", "grpo")}
     assert found == run | part
-    pages = (JOBS, ROLLOUTS, INFERENCE, ONLINE)
+    pages = (JOBS, ROLLOUTS, INFERENCE, ONLINE, TRAINERS)
     assert not any(programs(page) for page in (ROOT / "docs").glob("*.md") if page not in pages)

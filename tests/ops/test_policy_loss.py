@@ -35,6 +35,8 @@ def loss_at(name: str, lp: np.ndarray, i: int, fixed: np.ndarray) -> float:
     advantage = float(ADVANTAGE[i])
     mine = members(i)
     shifts = [float(lp[j]) - float(OLD[j]) for j in mine]
+    if name == "reinforce":
+        return -advantage * float(lp[i])
     if name == "cispo":
         weight = min(math.exp(float(fixed[i]) - float(OLD[i])), LIMITS.cispo_max)
         return -weight * advantage * float(lp[i])
@@ -167,9 +169,11 @@ def test_kl_estimators(name: str, jit: bool) -> None:
         np.testing.assert_allclose(gradient, expected, rtol=1e-5, atol=1e-7)
 
 
-def test_k3_far_from_the_reference_stays_finite() -> None:
+def test_only_k3_is_clamped() -> None:
     lp, ref, one = np.array([-100.0], np.float32), np.array([0.0], np.float32), np.ones(1, np.float32)
     assert float(KL_ESTIMATORS["k3"](lp, ref, one)[0]) == pytest.approx(math.exp(20) - 21, rel=1e-5)
+    assert float(KL_ESTIMATORS["k1"](lp, ref, one)[0]) == -100.0
+    assert float(KL_ESTIMATORS["k2"](lp, ref, one)[0]) == 5000.0
 
 
 @pytest.mark.parametrize("jit", [False, True])

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from upweight.ops.masked_stats import masked
 
 LOG_RATIO_LIMIT = 20.0
 
@@ -27,11 +30,6 @@ class Limits:
     dual_clip: float | None = None
     cispo_max: float = 5.0
     num_samples: int = 1
-
-
-def masked(x: jax.Array, trained: jax.Array) -> jax.Array:
-    """x where trained, else 0: selected before any arithmetic, so that NaN at a masked place stays there."""
-    return jnp.where(trained > 0, x, 0.0)
 
 
 def log_ratio(lp: jax.Array, old: jax.Array, trained: jax.Array) -> jax.Array:
@@ -55,12 +53,21 @@ def clip_token(
     return masked(_clipped(jnp.exp(log_ratio(lp, old, trained)), advantage, trained, limits), trained)
 
 
+def sequence_ratio(
+    lp: jax.Array, old: jax.Array, trained: jax.Array, sample: jax.Array, limits: Limits, level: str
+) -> jax.Array:
+    """[N] of each token's sequence: exp(mean log-ratio) for level "sequence", exp(Σ log-ratio) for "sequence_sum"."""
+    total, count = _per_sample(log_ratio(lp, old, trained), trained, sample, limits.num_samples)
+    if level == "sequence":
+        return jnp.exp(total / jnp.maximum(count, 1.0))[sample]
+    return jnp.exp(jnp.clip(total, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))[sample]
+
+
 def clip_sequence(
     lp: jax.Array, old: jax.Array, advantage: jax.Array, trained: jax.Array, sample: jax.Array, limits: Limits
 ) -> jax.Array:
     """The same with one ratio a sequence, exp(mean log-ratio) (GSPO, Zheng et al. 2025)."""
-    total, count = _per_sample(log_ratio(lp, old, trained), trained, sample, limits.num_samples)
-    ratio = jnp.exp(total / jnp.maximum(count, 1.0))[sample]
+    ratio = sequence_ratio(lp, old, trained, sample, limits, "sequence")
     return masked(_clipped(ratio, advantage, trained, limits), trained)
 
 
@@ -71,9 +78,24 @@ def clip_sequence_sum(
 
     Each token carries 1/length of its sequence's term, so that a token sum gives one term per sequence.
     """
-    total, count = _per_sample(log_ratio(lp, old, trained), trained, sample, limits.num_samples)
-    ratio = jnp.exp(jnp.clip(total, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))[sample]
-    return masked(_clipped(ratio, advantage, trained, limits) / jnp.maximum(count, 1.0)[sample], trained)
+    _, count = _per_sample(lp, trained, sample, limits.num_samples)
+    whole = clip_sequence_term(lp, old, advantage, trained, sample, limits)
+    return masked(whole / jnp.maximum(count, 1.0)[sample], trained)
+
+
+def clip_sequence_term(
+    lp: jax.Array, old: jax.Array, advantage: jax.Array, trained: jax.Array, sample: jax.Array, limits: Limits
+) -> jax.Array:
+    """As `clip_sequence_sum`, but every token carries the whole term, so that a mean over tokens gives it."""
+    ratio = sequence_ratio(lp, old, trained, sample, limits, "sequence_sum")
+    return masked(_clipped(ratio, advantage, trained, limits), trained)
+
+
+def reinforce(
+    lp: jax.Array, old: jax.Array, advantage: jax.Array, trained: jax.Array, sample: jax.Array, limits: Limits
+) -> jax.Array:
+    """−Â·lp, without a ratio (Williams 1992)."""
+    return -masked(advantage, trained) * masked(lp, trained)
 
 
 def cispo(
@@ -110,27 +132,31 @@ class Aggregation:
     numerator: Callable[[jax.Array, jax.Array, jax.Array, int], jax.Array]
     per: str  # what the divisor counts: "tokens", "sequences" with a trained token, or "sequences_x_length"
 
-    def divisor(self, num_tokens: int, num_sequences: int, max_length: int) -> float:
-        count = {
+    def count(self, num_tokens: Any, num_sequences: Any, max_length: int) -> Any:
+        """What the numerator is divided by; numbers or arrays."""
+        return {
             "tokens": num_tokens,
             "sequences": num_sequences,
             "sequences_x_length": num_sequences * max_length,
         }[self.per]
-        return float(max(count, 1))
+
+    def divisor(self, num_tokens: int, num_sequences: int, max_length: int) -> float:
+        """The count of known numbers, at least 1."""
+        return float(max(self.count(num_tokens, num_sequences, max_length), 1))
 
 
 def kl_k1(lp: jax.Array, ref: jax.Array, trained: jax.Array) -> jax.Array:
     """lp − ref."""
-    return log_ratio(lp, ref, trained)
+    return masked(lp, trained) - masked(ref, trained)
 
 
 def kl_k2(lp: jax.Array, ref: jax.Array, trained: jax.Array) -> jax.Array:
     """½(lp − ref)²."""
-    return 0.5 * log_ratio(lp, ref, trained) ** 2
+    return 0.5 * kl_k1(lp, ref, trained) ** 2
 
 
 def kl_k3(lp: jax.Array, ref: jax.Array, trained: jax.Array) -> jax.Array:
-    """exp(ref − lp) − 1 + (lp − ref) (Schulman 2020)."""
+    """exp(ref − lp) − 1 + (lp − ref) (Schulman 2020), of a difference clamped to ±20."""
     d = log_ratio(lp, ref, trained)
     return masked(jnp.exp(-d) - 1.0 + d, trained)
 
@@ -141,7 +167,9 @@ LOSSES: dict[str, Loss] = {
     "clip": clip_token,
     "clip_sequence": clip_sequence,
     "clip_sequence_sum": clip_sequence_sum,
+    "clip_sequence_term": clip_sequence_term,
     "cispo": cispo,
+    "reinforce": reinforce,
 }
 AGGREGATIONS: dict[str, Aggregation] = {
     "token_mean": Aggregation(sum_tokens, "tokens"),

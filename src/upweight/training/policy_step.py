@@ -17,7 +17,8 @@ from upweight.models.config import DecoderConfig
 from upweight.models.decoder import forward_hidden
 from upweight.models.layers import Params, head_matrix
 from upweight.ops.logprobs import target_logprobs
-from upweight.ops.policy_loss import AGGREGATIONS, KL_ESTIMATORS, LOSSES, Limits, log_ratio, masked
+from upweight.ops.masked_stats import masked
+from upweight.ops.policy_loss import AGGREGATIONS, KL_ESTIMATORS, LOSSES, Limits, log_ratio
 from upweight.training.settings import PolicySettings
 
 Metrics = dict[str, jax.Array]

@@ -1,0 +1,210 @@
+"""What the typed-batch trainers share: checks, the compiled step, micro-batches, evaluation, state.
+
+A trainer of this kind says what a batch must bring (`_checked`), what follows from the batch alone (`_prepare`) and the loss of
+some of its rows (`_loss`). It owns no loop.
+
+Invariants
+* Any split into micro-batches gives the gradient of the whole batch: every sum is divided by a count over all of it.
+* A loss or gradient that is not finite changes neither model nor optimizer.
+* A repeated shape compiles nothing.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, replace
+from typing import Any, Generic, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from upweight.errors import BatchError, ConfigError
+from upweight.training.rl.binding import module_of, rebind
+from upweight.training.rl.compiled import CompiledStep, Frozen, Metrics
+from upweight.training.rl.inputs import Inputs, Totals, cut, split_evenly, whitened
+from upweight.training.rl.padding import Shapes
+from upweight.training.rl.scoring import Places, all_places, needs_all_places
+from upweight.training.rl.state import restore, snapshot
+from upweight.training.rl.update import clipped_update
+
+Config = TypeVar("Config")
+Result = tuple[jax.Array, Metrics]
+
+
+class SequenceTrainer(Generic[Config]):
+    """Base of the four trainers; `create_loss_fn`, `compute_loss`, `train_step`, `eval_step` and state are here."""
+
+    def __init__(
+        self, model: nnx.Module, optimizer: Any, config: Config, adapters: dict[str, Any], reference: Any
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.config: Config = config
+        replace(config)  # type: ignore[type-var]  # checks the fields again: a config may have been changed since it was made
+        self._reference = reference
+        self._adapters = adapters
+        for adapter in adapters.values():
+            rebind(adapter, model, model)
+        self._shapes = Shapes()
+        self._warned: set[str] = set()
+        self._step = CompiledStep(
+            self._prepare, self._loss, getattr(optimizer, "wrt", nnx.Param), getattr(config, "max_grad_norm", None)
+        )
+        self._loss_fn = self._make_loss_fn()
+
+    # What a trainer of one algorithm says.
+
+    def _checked(self, batch: Any) -> Any:
+        """The batch in its canonical type; an error for what is missing or of the wrong kind. Looks at no values of tracers."""
+        raise NotImplementedError
+
+    def _padded(self, batch: Any) -> Any:
+        """A checked batch in one of few shapes, made on the host."""
+        raise NotImplementedError
+
+    def _prepare(self, model: Any, reference: Any, batch: Any) -> tuple[Inputs, Metrics]:
+        raise NotImplementedError
+
+    def _loss(self, model: Any, reference: Any, inputs: Inputs, places: Places, totals: Totals) -> Result:
+        raise NotImplementedError
+
+    # What they share.
+
+    def create_loss_fn(self) -> Callable[[Any, Any], Result]:
+        """`loss_fn(model, batch) -> (loss, metrics)`, for `nnx.value_and_grad`, `nnx.jit` and the like.
+
+        Always the same function. Adapters are bound to the model that it is given.
+        """
+        return self._loss_fn
+
+    def compute_loss(self, batch: Any) -> Result:
+        """Loss and metrics of the present model, computed at once, without an update."""
+        return self._loss_fn(self.model, batch)
+
+    def train_step(self, batch: Any, *, num_microbatches: int = 1) -> Result:
+        """One update from the batch; (loss, metrics) as JAX scalars, of the model before the update."""
+        return self._train([self._checked(batch)], num_microbatches)
+
+    def train_step_accumulated(self, batches: Iterable[Any]) -> Result:
+        """One update from several batches, equal to that from one batch of all their rows; whitening is over all of them.
+
+        Only `baseline="batch"` and `scale_rewards="batch"` look at each batch alone.
+        """
+        return self._train([self._checked(batch) for batch in batches], 1)
+
+    def eval_step(self, batch: Any, *, num_microbatches: int = 1) -> Result:
+        """What `compute_loss` returns, compiled."""
+        pieces, totals, extra = self._pieces([self._checked(batch)], num_microbatches)
+        loss, metrics = self._step.value(self.model, self._frozen(), pieces, totals)
+        return loss, self._finished(metrics | extra)
+
+    def update_model(self, model: Any, optimizer: Any, grads: Any, loss: jax.Array | None = None) -> Metrics:
+        """The update of `train_step` for a step of one's own: clipped by this config, skipped when not finite; in place."""
+        norm = getattr(self.config, "max_grad_norm", None)
+        return clipped_update(model, optimizer, grads, max_grad_norm=norm, loss=loss)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Copies of what an exact resume needs: model, optimizer, step, config, and the shape that is not padded."""
+        state = {"model": snapshot(self.model), "optimizer": snapshot(self.optimizer)}
+        step = getattr(self.optimizer, "step", None)
+        return {
+            **state,
+            "step": 0 if step is None else int(step[...]),
+            "config": asdict(self.config),  # type: ignore[call-overload]
+            "first_shape": self._shapes.first,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes over a copy of `state_dict()` of a trainer of the same form; `ConfigError` when the configs differ."""
+        mine = asdict(self.config)  # type: ignore[call-overload]
+        for name, value in mine.items():
+            if state["config"].get(name) != value:
+                raise ConfigError(
+                    f"{name} is {value!r} here and {state['config'].get(name)!r} in the state; "
+                    "build the trainer with the config that the state was saved with"
+                )
+        restore(self.model, state["model"])
+        restore(self.optimizer, state["optimizer"])
+        first = state.get("first_shape")
+        self._shapes.first = None if first is None else (int(first[0]), int(first[1]))
+
+    def _make_loss_fn(self) -> Callable[[Any, Any], Result]:
+        def loss_fn(model: Any, batch: Any) -> Result:
+            inputs, extra = self._prepare(model, None, self._checked(batch))
+            (inputs,) = whitened([inputs])
+            places = all_places(inputs.mask.reshape(-1, inputs.mask.shape[-1]))
+            loss, metrics = self._loss(model, None, inputs, places, Totals.of(inputs.mask))
+            return loss, self._finished(metrics | extra)
+
+        return loss_fn
+
+    def _train(self, batches: list[Any], num_microbatches: int) -> Result:
+        pieces, totals, extra = self._pieces(batches, num_microbatches)
+        loss, metrics = self._updated(pieces, totals)
+        return loss, self._finished(metrics | extra)
+
+    def _updated(self, pieces: list[tuple[Inputs, Places]], totals: Totals) -> Result:
+        """One update; loss and metrics that still add up."""
+        target = getattr(self.config, "target_kl", None)
+        return self._step.step(self.model, self.optimizer, self._frozen(), pieces, totals, target)
+
+    def _pieces(self, batches: list[Any], num_microbatches: int) -> tuple[list[tuple[Inputs, Places]], Totals, Metrics]:
+        if num_microbatches < 1:
+            raise BatchError(f"num_microbatches is {num_microbatches}, it must be at least 1")
+        if not batches:
+            raise BatchError("batches is empty; an update needs at least one batch")
+        pieces: list[tuple[Inputs, Places]] = []
+        totals = Totals(np.float32(0), np.float32(0))
+        several, extra = self._prepared(batches)
+        for inputs in several:
+            mask = np.asarray(inputs.mask)
+            totals += Totals.of(mask, np)
+            pieces += cut(inputs, mask, split_evenly(mask.shape[0], num_microbatches), self._everywhere())
+        return pieces, totals, extra
+
+    def _prepared(self, batches: list[Any]) -> tuple[list[Inputs], Metrics]:
+        """Inputs of checked batches, and the metrics that follow from the batches alone."""
+        frozen = self._frozen()
+        found = [self._step.prepare(self.model, frozen, self._padded(batch)) for batch in batches]
+        several = self._step.whitened([inputs for inputs, _ in found])
+        return several, _joined([extra for _, extra in found])
+
+    def _everywhere(self) -> bool:
+        return needs_all_places(self._adapters["policy"], self._adapters.get("value"))
+
+    def _frozen(self) -> Frozen:
+        return Frozen.of(None if self._reference is None else module_of(self._reference))
+
+    def _bound(self, name: str, model: Any) -> Any:
+        """The adapter of this name on the model at hand."""
+        return rebind(self._adapters[name], self.model, model)
+
+    def _bound_reference(self, module: Any) -> Any:
+        """The reference adapter, on a copy of its module where a compiled step brings one."""
+        return self._reference if module is None or self._reference is None else self._reference.bind(module)
+
+    def _may_pad(self) -> bool:
+        """Arguments that others make from a batch may have a shape of their own, which padding would not fit."""
+        everyone = [*self._adapters.values(), self._reference]
+        return all(getattr(adapter, "model_kwargs_factory", None) is None for adapter in everyone)
+
+    def _finished(self, metrics: Metrics) -> Metrics:
+        """The metrics to show; those of a trainer that may not apply are left out here."""
+        return metrics
+
+    def _warn_once(self, topic: str, message: str) -> None:
+        if topic not in self._warned:
+            self._warned.add(topic)
+            warnings.warn(message, UserWarning, stacklevel=4)
+
+
+def _joined(extras: list[Metrics]) -> Metrics:
+    """Metrics of whole batches: counts add up, the others are averaged."""
+    if len(extras) == 1:
+        return extras[0]
+    names = extras[0].keys()
+    totals = {name: sum(extra[name] for extra in extras) for name in names}
+    return {name: jnp.asarray(x if name.endswith("groups") else x / len(extras)) for name, x in totals.items()}
