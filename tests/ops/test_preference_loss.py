@@ -30,7 +30,10 @@ def by_hand(name: str, margin: float) -> float:
 @pytest.mark.parametrize("name", PAIR_LOSSES)
 def test_values_and_slopes(name: str) -> None:
     check(
-        lambda m: PAIR_LOSSES[name](m, SETTINGS), lambda m: np.array([by_hand(name, float(one)) for one in m]), MARGIN
+        lambda m: PAIR_LOSSES[name](m, SETTINGS),
+        lambda m: np.array([by_hand(name, float(one)) for one in m]),
+        MARGIN,
+        eager=True,
     )
 
 
