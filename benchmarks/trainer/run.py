@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 OURS, PEER = "upweight.training.rl", "artifex.generative_models.training.rl"
+MICROBATCHES = 2  # of ours: the same gradient with less memory; the peer takes a batch whole
 CASES = ("grpo", "ppo", "dpo", "dpo_precomputed", "reinforce")
 HERE = Path(__file__).parent
 
@@ -65,7 +66,7 @@ def executed_gflop(case: str) -> float:
 
 def compare(case: str, steps: int, peer_python: str | None) -> dict[str, Any]:
     command = ["-W", "ignore", "-m", "benchmarks.trainer.side"]
-    ours = answer_of([sys.executable, *command, OURS, case, "--steps", str(steps)])
+    ours = answer_of([sys.executable, *command, OURS, case, "--steps", str(steps), "--microbatches", str(MICROBATCHES)])
     result: dict[str, Any] = {"upweight": ours, "gf_per_cpu_second": executed_gflop(case) / ours["cpu_seconds"]}
     if peer_python:
         theirs = answer_of(

@@ -108,13 +108,15 @@ def main() -> None:
     parser.add_argument("package")
     parser.add_argument("case", choices=["grpo", "ppo", "dpo", "dpo_precomputed", "reinforce"])
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--microbatches", type=int, help="parts of a batch, for trainers that can take one in parts")
     args = parser.parse_args()
     trainer, model, batch = make_trainer(importlib.import_module(args.package), args.case)
     compiled = Compilations()
+    options = {"num_microbatches": args.microbatches} if args.microbatches else {}
 
     def step() -> dict[str, float]:
         wall, cpu, count, seconds = time.perf_counter(), time.process_time(), compiled.count, compiled.seconds
-        loss, _ = trainer.train_step(batch)
+        loss, _ = trainer.train_step(batch, **options)
         jax.block_until_ready((loss, nnx.state(model)))
         return {
             "seconds": time.perf_counter() - wall,
