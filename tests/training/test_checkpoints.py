@@ -122,8 +122,7 @@ while True:
 """
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [pytest.param(i, marks=pytest.mark.soak if i else pytest.mark.ci) for i in range(3)])
 def test_a_killed_writer_leaves_whole_checkpoints_only(seed: int, tmp_path: Path) -> None:
     process = subprocess.Popen([sys.executable, "-c", TOY + SAVE_FOREVER, str(tmp_path)], stdout=subprocess.PIPE)
     try:
