@@ -123,7 +123,7 @@ class EventLoopPool:
             result = await self._call.rollout_fn(task=task.spec, context=self._call.context)
             outcome = Outcome(attempt_id, *self._call.check(task, result))
         except BaseException as error:  # noqa: BLE001 (sys.exit() in a rollout is a failed rollout too)
-            outcome = Outcome(attempt_id, error=error, traceback=traceback.format_exc())
+            outcome = Outcome.failed(attempt_id, error)
         with self._lock:
             self._began.pop(attempt_id, None)
             known = self._running.pop(attempt_id, self) is not self

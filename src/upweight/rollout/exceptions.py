@@ -1,7 +1,11 @@
-"""What a rollout run raises."""
+"""What a rollout run raises, and how it speaks of what others raise.
+
+Exceptions of others may do anything when they are looked at: raise, or even leave by `sys.exit()`. Hence the broad `except`s.
+"""
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Sequence
 from typing import Any
 
@@ -49,7 +53,7 @@ class RolloutValidationError(RolloutError):
 
 
 class RemoteError(RolloutError):
-    """Stands for an exception of a worker process that cannot be pickled; `reason` is the name of its type."""
+    """Stands for an exception that cannot be pickled, or not even looked at; `reason` is the name of its type."""
 
     def __init__(self, message: str, reason: str) -> None:
         super().__init__(message)
@@ -63,8 +67,28 @@ def in_words(error: BaseException) -> str:
     """Type and text; some exceptions of others cannot even be shown."""
     try:
         return f"{type(error).__name__}: {error}"
-    except Exception:  # noqa: BLE001 (whatever a foreign `__str__` raises)
+    except BaseException:  # noqa: BLE001 (whatever a foreign `__str__` raises)
         return f"{type(error).__name__} (its text cannot be shown)"
+
+
+def traceback_of(error: BaseException, limit: int | None = None) -> str:
+    """As `traceback.format_exc`; of an exception that cannot be looked at, where it was raised."""
+    try:
+        return "".join(traceback.format_exception(error, limit=limit))
+    except BaseException:  # noqa: BLE001 (whatever a foreign attribute raises)
+        frames = traceback.format_tb(BaseException.__getattribute__(error, "__traceback__"), limit)
+        return "".join([*frames, in_words(error)])
+
+
+def presentable(error: BaseException) -> BaseException:
+    """The error itself, unless looking at it raises: then what stands for it."""
+    try:
+        isinstance(error, RolloutError)  # asks a foreign type for its `__class__`
+        for name in ("reason", "remote_traceback", "__traceback__", "__notes__"):
+            getattr(error, name, None)
+    except BaseException:  # noqa: BLE001 (whatever a foreign attribute raises)
+        return RemoteError(in_words(error), type(error).__name__)
+    return error
 
 
 def reason_of(error: BaseException) -> str:
