@@ -41,6 +41,10 @@ class RolloutTimeout(RolloutError):
     """One attempt took longer than `rollout_timeout`."""
 
 
+class EventLoopBlocked(RolloutError):
+    """Something that no rollout owns kept the event loop for longer than `rollout_timeout`; the rollouts behind it are lost."""
+
+
 class RolloutValidationError(RolloutError):
     """A rollout returned something that is no valid sample group; `reason` is a short name of the problem."""
 
