@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from upweight.rollout import dispatcher, waits
 from upweight.rollout.group_log import read_groups
 
 from . import helpers
@@ -135,3 +136,31 @@ def test_a_callback_of_nobody_fails_what_stands_behind_it(server: Any, make_runn
     assert (summary.batches_filled, summary.timed_out) == (3, 0)
     assert 1 <= summary.failed <= 4
     assert summary.errors == {"EventLoopBlocked": summary.failed}
+
+
+@pytest.mark.parametrize("how", [block_at_once, block_in_a_callback])
+def test_without_a_limit_the_wait_and_the_report_say_so(
+    server: Any, make_runner: Any, caplog: Any, monkeypatch: pytest.MonkeyPatch, how: Any
+) -> None:
+    monkeypatch.setattr(dispatcher, "TOLD_HOLD_S", 0.2)
+    monkeypatch.setattr(waits, "WARN_EVERY_S", 0.5)
+
+    async def rollout(task: int, context: Any) -> Any:
+        if task == 2:
+            await how()
+        return helpers.rollout(task, context)
+
+    runner = make_runner(rollout, shutdown_timeout=0.5)
+    thread = threading.Thread(target=runner.run)
+    thread.start()
+    deadline = time.monotonic() + 5
+    while "No progress" not in caplog.text and time.monotonic() < deadline:
+        time.sleep(0.02)
+    report = runner.report()
+    release.set()
+    runner.stop()
+    thread.join(5)
+    assert re.search(
+        r"No progress for 1 s; waiting for .*; the event loop, blocked for \d s by task-\w+$", caplog.text, re.M
+    )
+    assert re.search(r"(?s)the event loop, blocked for \d s by task-\w+:\n.*in block\n", report)
