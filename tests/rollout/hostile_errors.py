@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from typing import Any
 
 from upweight.rollout.models import SampleGroup
@@ -35,7 +36,12 @@ class Loading(Exception):
         return (sys.exit, (7,))
 
 
-KINDS = (TextLeaves, PicklingLeaves, NoAttributes, AttributesLeave, Loading)
+@dataclass(frozen=True)
+class Frozen(Exception):
+    code: int = 1
+
+
+KINDS = (TextLeaves, PicklingLeaves, NoAttributes, AttributesLeave, Loading, Frozen)
 EVERY = 3
 
 
@@ -50,5 +56,9 @@ async def rollout_async(task: int, context: Any) -> SampleGroup:
     return rollout(task, context)
 
 
-def first_leaves(task: int, context: Any) -> SampleGroup:
+def raise_attributes_leave(task: int, context: Any) -> SampleGroup:
     raise AttributesLeave
+
+
+def raise_frozen(task: int, context: Any) -> SampleGroup:
+    raise Frozen

@@ -121,10 +121,13 @@ def test_exceptions_that_leave_when_looked_at(server: Any, make_runner: Any, mod
     assert summary.errors == {kind.__name__: 1 for kind in hostile_errors.KINDS}
 
 
-def test_what_cannot_be_looked_at_leaves_run_under_its_name(server: Any, make_runner: Any) -> None:
-    with pytest.raises(RolloutError, match=r"^AttributesLeave") as caught:
-        make_runner(hostile_errors.first_leaves, raise_on_rollout_failure=True).run()
-    assert reason_of(caught.value) == "AttributesLeave"
+@pytest.mark.parametrize("name", ["raise_attributes_leave", "raise_frozen"])
+def test_what_cannot_be_raised_again_leaves_run_under_its_name(server: Any, make_runner: Any, name: str) -> None:
+    kind = "AttributesLeave" if name == "raise_attributes_leave" else "Frozen"
+    with pytest.raises(RolloutError, match=f"^{kind}") as caught:
+        make_runner(getattr(hostile_errors, name), raise_on_rollout_failure=True).run()
+    assert reason_of(caught.value) == kind
+    assert name in [entry.name for entry in caught.traceback]
 
 
 BAD_SAMPLES: dict[str, dict[str, Any]] = {

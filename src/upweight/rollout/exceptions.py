@@ -57,7 +57,7 @@ class RolloutValidationError(RolloutError):
 
 
 class RemoteError(RolloutError):
-    """Stands for an exception that cannot be pickled, or not even looked at; `reason` is the name of its type."""
+    """Stands for an exception that cannot be pickled, looked at or raised again; `reason` is the name of its type."""
 
     def __init__(self, message: str, reason: str) -> None:
         super().__init__(message)
@@ -85,13 +85,15 @@ def traceback_of(error: BaseException, limit: int | None = None) -> str:
 
 
 def presentable(error: BaseException) -> BaseException:
-    """The error itself, unless looking at it raises: then what stands for it."""
+    """The error itself, unless looking at it or raising it again raises another: then what stands for it."""
     try:
         isinstance(error, RolloutError)  # asks a foreign type for its `__class__`
         for name in ("reason", "remote_traceback", "__traceback__", "__notes__"):
             getattr(error, name, None)
+        error.__traceback__ = error.__traceback__  # as `contextlib` does; a frozen dataclass refuses
     except BaseException:  # noqa: BLE001 (whatever a foreign attribute raises)
-        return RemoteError(in_words(error), type(error).__name__)
+        frames = BaseException.__getattribute__(error, "__traceback__")
+        return RemoteError(in_words(error), type(error).__name__).with_traceback(frames)
     return error
 
 
