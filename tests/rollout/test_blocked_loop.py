@@ -93,6 +93,16 @@ def test_rollouts_that_all_block_cost_one_limit_each(server: Any, make_runner: A
     assert (summary.batches_filled, summary.timed_out, summary.failed) == (3, 4, 0)
 
 
+def test_the_shortest_limit_counts_each_attempt_that_blocks(server: Any, make_runner: Any) -> None:
+    async def rollout(task: int, context: Any) -> Any:
+        if task == 2:
+            block()
+        return helpers.rollout(task, context)
+
+    summary = make_runner(rollout, rollout_timeout=0.1, num_rollout_retries=1).run()
+    assert (summary.batches_filled, summary.timed_out, summary.errors) == (3, 1, {"RolloutTimeout": 2})
+
+
 def test_what_returns_late_from_a_loop_that_was_left_is_ignored(server: Any, make_runner: Any) -> None:
     calls: list[int] = []
 

@@ -313,7 +313,9 @@ class RolloutDispatcher(threading.Thread):
     def _leave_blocked_loop(self) -> None:
         """Once the rollout that blocks it was given up, all others start again on another loop: their attempts are not used up."""
         hold = self._hold
-        if self._loop is None or hold is None or self._timeout is None or self._holder in self._running:
+        if self._loop is None or hold is None or self._timeout is None:
+            return
+        if hold.owner is not None and hold.owner.attempt_id in self._running:
             return
         if hold.seconds < (self._timeout if hold.owner is None else min(self._timeout, MAX_HOLD_S)):
             return
