@@ -25,6 +25,9 @@ def _released():
     release.clear()
     yield
     release.set()  # the threads that were left behind end
+    for left in [thread for thread in threading.enumerate() if thread.name == "rollout-loop"]:
+        left.join(5)
+        assert not left.is_alive()
 
 
 def block() -> None:

@@ -169,11 +169,11 @@ class LoopThread(threading.Thread):
         for task in left:
             task.cancel()
         if left:
-            asyncio.gather(*left, return_exceptions=True).add_done_callback(lambda _: self._stop())
+            asyncio.gather(*left, return_exceptions=True).add_done_callback(lambda _: self._stop_loop())
         else:
-            self._stop()
+            self._stop_loop()
 
-    def _stop(self) -> None:
+    def _stop_loop(self) -> None:
         self._is_over = True
         self._loop.stop()
 
