@@ -9,6 +9,23 @@ import time
 from typing import Any
 
 
+class Unloadable(Exception):
+    def __init__(self, a: str, b: str) -> None:
+        super().__init__(a)
+
+
+class LoadsHere:
+    """Can be unpickled in its own process only."""
+
+    def __init__(self, pid: int) -> None:
+        if os.getpid() != pid:
+            sys.exit(9)
+        self.pid = pid
+
+    def __reduce__(self) -> Any:
+        return (LoadsHere, (self.pid,))
+
+
 def by_order(order: str) -> Any:
     match order:
         case "loop":
@@ -32,9 +49,12 @@ def by_order(order: str) -> Any:
             return "x" * (2 << 20)
         case "unpicklable":
             return lambda: None
-        case "child":
-            process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-            print(process.pid)
+        case "unloadable":
+            return Unloadable("two", "arguments")
+        case "loads_here":
+            return LoadsHere(os.getpid())
+        case "child" | "own_session":
+            process = subprocess.Popen(["sleep", "60"], start_new_session=order == "own_session")
             with open(os.environ["GRADER_PID_FILE"], "w") as file:
                 file.write(str(process.pid))
             time.sleep(60)

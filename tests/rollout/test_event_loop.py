@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import re
 import sys
 import threading
 import time
@@ -36,15 +37,15 @@ def test_thousands_in_flight_need_one_thread() -> None:
         await open_gate.wait()  # only all of them together get through
         return task
 
-    before = threading.active_count()
+    before = set(threading.enumerate())  # threads of other tests may still be ending
     pool, outcomes = pool_of(rollout)
     for number in range(3000):
         pool.submit(number, Task(spec=number, starting_inference_version=0))
     results = sorted(outcomes.get(timeout=30).result for _ in range(3000))
-    assert threading.active_count() == before + 1
+    assert [thread.name for thread in set(threading.enumerate()) - before] == ["rollout-loop"]
     assert results == list(range(3000))
     pool.close(5)
-    assert threading.active_count() == before
+    assert set(threading.enumerate()) <= before
 
 
 def test_a_run_has_thousands_in_flight(server: Any, make_runner: Any) -> None:
@@ -142,3 +143,101 @@ def test_what_counts_as_async() -> None:
     assert is_async(Callable_())
     assert not is_async(lambda task, context: None)
     assert not is_async(sys.exit)
+
+
+async def in_gather(error: BaseException) -> None:
+    await asyncio.gather(asyncio.sleep(5), raising(error))
+
+
+async def in_a_task(error: BaseException) -> None:
+    await asyncio.create_task(raising(error))
+
+
+async def in_a_task_left_alone(error: BaseException) -> None:
+    asyncio.create_task(raising(error))  # noqa: RUF006
+    await asyncio.sleep(5)
+
+
+async def in_a_group(error: BaseException) -> None:
+    async with asyncio.TaskGroup() as group:
+        group.create_task(raising(error))
+        group.create_task(asyncio.sleep(5))
+
+
+async def in_a_callback(error: BaseException) -> None:
+    asyncio.get_running_loop().call_soon(throw, error)
+    await asyncio.sleep(5)
+
+
+async def from_a_thread(error: BaseException) -> None:
+    loop = asyncio.get_running_loop()
+    await asyncio.to_thread(loop.call_soon_threadsafe, throw, error)
+    await asyncio.sleep(5)
+
+
+async def raising(error: BaseException) -> None:
+    await asyncio.sleep(0.01)
+    raise error
+
+
+def throw(error: BaseException) -> None:
+    raise error
+
+
+@pytest.mark.parametrize(
+    "where", [in_gather, in_a_task, in_a_task_left_alone, in_a_group, in_a_callback, from_a_thread]
+)
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()])
+def test_leaving_in_what_a_rollout_started_costs_that_rollout(
+    server: Any, make_runner: Any, where: Any, error: BaseException
+) -> None:
+    """Failure H10: asyncio lets these two out of its loop; the loop and the other rollouts go on."""
+    threads = set()
+
+    async def rollout(task: int, context: Any) -> Any:
+        threads.add(threading.get_ident())
+        if task == 2:
+            await where(error)
+        await asyncio.sleep(0.03)
+        return helpers.rollout(task, context)
+
+    summary = make_runner(rollout).run()
+    assert (summary.batches_filled, summary.failed) == (3, 1)
+    assert summary.errors == {type(error).__name__: 1}
+    assert len(threads) == 1
+
+
+def test_leaving_in_a_child_task_comes_out_of_run(server: Any, make_runner: Any) -> None:
+    error = SystemExit(3)
+
+    async def rollout(task: int, context: Any) -> Any:
+        await in_gather(error)
+
+    with pytest.raises(SystemExit) as caught:
+        make_runner(rollout, raise_on_rollout_failure=True).run()
+    assert caught.value is error
+    assert "raising" in [entry.name for entry in caught.traceback]
+
+
+def test_a_rollout_that_stops_the_loop_does_not_stop_the_others(server: Any, make_runner: Any) -> None:
+    async def rollout(task: int, context: Any) -> Any:
+        if task == 2:
+            asyncio.get_running_loop().stop()
+        await asyncio.sleep(0.01)
+        return helpers.rollout(task, context)
+
+    summary = make_runner(rollout).run()
+    assert (summary.batches_filled, summary.failed) == (3, 0)
+
+
+def test_what_outlives_its_rollout_does_not_end_the_loop(server: Any, make_runner: Any, caplog: Any) -> None:
+    async def rollout(task: int, context: Any) -> Any:
+        if task == 2:
+            asyncio.get_running_loop().call_later(0.01, sys.exit, 3)
+        else:
+            await asyncio.sleep(0.02)
+        return helpers.rollout(task, context)
+
+    summary = make_runner(rollout).run()
+    assert (summary.batches_filled, summary.failed) == (3, 0)
+    assert re.search(r"left behind by task-\w+ raised SystemExit: 3; the event loop goes on", caplog.text)

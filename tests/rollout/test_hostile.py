@@ -14,10 +14,11 @@ import pytest
 from upweight.errors import RolloutError
 from upweight.rollout import DatasetExhausted, RolloutRunner, tasks
 from upweight.rollout.datasets import SequenceDataset
+from upweight.rollout.exceptions import reason_of
 from upweight.rollout.group_log import read_groups
 from upweight.rollout.models import Sample, SampleGroup
 
-from . import helpers
+from . import helpers, hostile_errors
 
 ALWAYS_THE_SAME = helpers.good_sample()
 
@@ -112,6 +113,25 @@ def raise_the_unspeakable(task: Any, context: Any) -> SampleGroup:
 
 def nested(levels: int) -> Any:
     return [nested(levels - 1)] if levels else 1
+
+
+@pytest.mark.parametrize("mode", ["thread", "async", "process"])
+def test_exceptions_that_leave_when_looked_at(server: Any, make_runner: Any, mode: str) -> None:
+    """Failure H10: `sys.exit()` in `__str__`, `__reduce__` or `__getattribute__` costs that rollout, whoever looks at it."""
+    function = hostile_errors.rollout_async if mode == "async" else hostile_errors.rollout
+    executor = "process" if mode == "process" else "thread"
+    summary = make_runner(function, executor_type=executor, num_batches=5, max_concurrency=1).run()
+    assert (summary.batches_filled, summary.failed) == (5, len(hostile_errors.KINDS))
+    assert summary.errors == {kind.__name__: 1 for kind in hostile_errors.KINDS}
+
+
+@pytest.mark.parametrize("name", ["raise_attributes_leave", "raise_frozen"])
+def test_what_cannot_be_raised_again_leaves_run_under_its_name(server: Any, make_runner: Any, name: str) -> None:
+    kind = "AttributesLeave" if name == "raise_attributes_leave" else "Frozen"
+    with pytest.raises(RolloutError, match=f"^{kind}") as caught:
+        make_runner(getattr(hostile_errors, name), raise_on_rollout_failure=True).run()
+    assert reason_of(caught.value) == kind
+    assert name in [entry.name for entry in caught.traceback]
 
 
 BAD_SAMPLES: dict[str, dict[str, Any]] = {

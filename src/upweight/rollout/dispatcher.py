@@ -4,7 +4,8 @@ Invariants
 1. Each task gets exactly one `RolloutResult` or `RolloutException`.
 2. At most `concurrent_workers` attempts run at once; a task waiting for its retry occupies no worker.
 3. If this thread dies, a `Broken` message with its exception comes out.
-4. A group that reports a version beyond the known ones waits for the next poll; if that tells none so new, it is a failed attempt.
+4. The time that one async rollout keeps the event loop from the others is not theirs: it counts against no limit but its own.
+5. A group that reports a version beyond the known ones waits for the next poll; if that tells none so new, it is a failed attempt.
 """
 
 from __future__ import annotations
@@ -25,7 +26,15 @@ from typing import Any
 
 from upweight.rollout.config import ExecutorType
 from upweight.rollout.event_loop import EventLoopPool, is_async
-from upweight.rollout.exceptions import RolloutTimeout, WorkerDied, WorkerPoolBroken, in_words, reason_of
+from upweight.rollout.exceptions import (
+    EventLoopBlocked,
+    RolloutTimeout,
+    WorkerDied,
+    WorkerPoolBroken,
+    in_words,
+    reason_of,
+)
+from upweight.rollout.loop_thread import Hold
 from upweight.rollout.messages import Broken
 from upweight.rollout.models import RolloutException, RolloutResult, SampleGroup, Task
 from upweight.rollout.outage import PacedWarnings, shown
@@ -39,16 +48,25 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_QUEUE_GET_TIMEOUT = 0.1
 MAX_BACKOFF_S = 5.0
+HELD_S = 0.2  # an event loop that is kept this long by one callback holds up the other rollouts,
+TOLD_HOLD_S = 1.0  # this long is worth telling,
+MAX_HOLD_S = (
+    5.0  # and this long by a rollout that was given up, or `rollout_timeout` if that is less, it is left behind
+)
 START_LIMIT_S = 120.0  # a worker may take this long to start before the time limit of a rollout begins
 
 
 @dataclass
 class _Attempt:
-    """`number` counts from 0; `started` is a monotonic time; `reasons` of the attempts that failed."""
+    """`number` counts from 0; `started` is a monotonic time; `reasons` of the attempts that failed.
+
+    `held_up`: seconds since it began in which another one kept the event loop.
+    """
 
     task: Task[Any]
     number: int = 0
     started: float = 0.0
+    held_up: float = 0.0
     version: int | None = None
     reasons: tuple[str, ...] = ()
 
@@ -93,8 +111,9 @@ class RolloutDispatcher(threading.Thread):
         super().__init__(name="rollout-dispatcher", daemon=True)
         call = RolloutCall(rollout_fn, context, group_size)
         self._pool: WorkerPool | EventLoopPool
+        self._loop: EventLoopPool | None = None
         if executor_type is ExecutorType.THREAD and is_async(rollout_fn):
-            self._pool = EventLoopPool(call, self._tell)
+            self._pool = self._loop = EventLoopPool(call, self._tell)
         else:
             self._pool = WorkerPool(_executor_factory(call, executor_type, process_start_method), self._tell)
         self._input, self._output = input_queue, output_queue
@@ -115,6 +134,8 @@ class RolloutDispatcher(threading.Thread):
         self._delayed: list[tuple[float, int, _Attempt]] = []
         self._running: dict[int, _Attempt] = {}
         self._death_codes: list[int | None] = []
+        self._hold: Hold | None = None
+        self._hold_booked = 0.0
         self._warnings = PacedWarnings(logger)
 
     def stop(self) -> None:
@@ -129,6 +150,12 @@ class RolloutDispatcher(threading.Thread):
     def n_doubtful(self) -> int:
         """Groups that wait until the version they report is known."""
         return len(self._doubtful)
+
+    @property
+    def blocked(self) -> str:
+        """The event loop and what blocks it, in words; empty as long as it is free."""
+        hold = self._hold
+        return hold.in_words() if hold is not None and hold.seconds >= TOLD_HOLD_S else ""
 
     def oldest(self, most: int) -> dict[str, float]:
         """The rollouts that run longest: task ids → seconds since their attempt started."""
@@ -146,6 +173,8 @@ class RolloutDispatcher(threading.Thread):
         ]
         if len(running) > most:
             parts.append(f"… and {len(running) - most} more\n")
+        if self._loop is not None and (blocked := self.blocked):
+            parts.insert(0, f"{blocked}:\n{self._loop.stack()}")
         return "".join(parts)
 
     def run(self) -> None:
@@ -154,7 +183,9 @@ class RolloutDispatcher(threading.Thread):
                 self._receive()
                 self._settle_outcomes()
                 self._settle_doubtful()
+                self._watch_loop()
                 self._expire()
+                self._leave_blocked_loop()
                 self._warnings.flush()
                 self._start_attempts()
         except BaseException as error:  # the run must learn of it, or it would wait for ever
@@ -192,7 +223,7 @@ class RolloutDispatcher(threading.Thread):
             attempt = self._waiting.popleft()
             version = self._current_version()
             attempt.version = attempt.task.starting_inference_version if version is None else version
-            attempt.started = time.monotonic()
+            attempt.started, attempt.held_up = time.monotonic(), 0.0
             attempt_id = next(self._ids)
             self._running[attempt_id] = attempt
             self._pool.submit(attempt_id, attempt.task)
@@ -252,12 +283,58 @@ class RolloutDispatcher(threading.Thread):
         now = time.monotonic()
         for attempt_id, attempt in list(self._running.items()):
             began = self._pool.began(attempt_id)
-            elapsed, limit = now - (began or attempt.started), self._timeout + (0.0 if began else START_LIMIT_S)
+            elapsed = now - (began or attempt.started) - attempt.held_up
+            limit = self._timeout + (0.0 if began else START_LIMIT_S)
             if elapsed > limit:
                 del self._running[attempt_id]
                 self._pool.abandon(attempt_id)
                 message = f"Task {attempt.task.id}: the rollout took longer than {self._timeout} s ({elapsed:.1f} s)"
+                if self._holder == attempt_id:
+                    message += " and blocks the event loop"
                 self._failed(attempt, RolloutTimeout(message), message)
+
+    @property
+    def _holder(self) -> int | None:
+        """The attempt that keeps the event loop."""
+        hold = self._hold
+        return None if hold is None or hold.owner is None or hold.seconds < HELD_S else hold.owner.attempt_id
+
+    def _watch_loop(self) -> None:
+        if self._loop is None:
+            return
+        self._hold = hold = self._loop.hold()
+        seconds = 0.0 if hold is None or hold.seconds < HELD_S else hold.seconds
+        more = seconds - self._hold_booked if seconds > self._hold_booked else 0.0
+        self._hold_booked = seconds
+        for attempt_id, attempt in self._running.items() if more else ():
+            if attempt_id != self._holder and self._loop.began(attempt_id):
+                attempt.held_up += more
+
+    def _leave_blocked_loop(self) -> None:
+        """Once the rollout that blocks it was given up, all others start again on another loop: their attempts are not used up."""
+        hold = self._hold
+        if self._loop is None or hold is None or self._timeout is None:
+            return
+        if hold.owner is not None and hold.owner.attempt_id in self._running:
+            return
+        if hold.seconds < (self._timeout if hold.owner is None else min(self._timeout, MAX_HOLD_S)):
+            return
+        where, begun = self._loop.stack(), {n for n in self._running if self._loop.began(n)}
+        self._loop.replace_loop()
+        self._hold = None
+        self._settle_outcomes()  # of those that were just in time
+        left = dict(self._running)
+        self._running.clear()
+        logger.warning(
+            "Waited for %s; %d other rollouts go on with another loop. An async rollout must await, not block; one that "
+            "blocks may be a plain function, which gets a thread. The loop is at:\n%s",
+            *(hold.in_words(), len(left), where),
+        )
+        lost = begun if hold.owner is None else set()  # for if nobody failed, this might go on for ever
+        for attempt_id in lost & left.keys():
+            message = f"Task {left[attempt_id].task.id}: stood behind {hold.in_words()}"
+            self._failed(left[attempt_id], EventLoopBlocked(message), f"{message}\n{where}")
+        self._waiting.extendleft(left[attempt_id] for attempt_id in reversed(left) if attempt_id not in lost)
 
     def _note_death(self, error: BaseException) -> None:
         if isinstance(error, WorkerPoolBroken):

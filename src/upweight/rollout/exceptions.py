@@ -1,7 +1,11 @@
-"""What a rollout run raises."""
+"""What a rollout run raises, and how it speaks of what others raise.
+
+Exceptions of others may do anything when they are looked at: raise, or even leave by `sys.exit()`. Hence the broad `except`s.
+"""
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,6 +41,10 @@ class RolloutTimeout(RolloutError):
     """One attempt took longer than `rollout_timeout`."""
 
 
+class EventLoopBlocked(RolloutError):
+    """Something that no rollout owns kept the event loop for longer than `rollout_timeout`; the rollouts behind it are lost."""
+
+
 class RolloutValidationError(RolloutError):
     """A rollout returned something that is no valid sample group; `reason` is a short name of the problem."""
 
@@ -49,7 +57,7 @@ class RolloutValidationError(RolloutError):
 
 
 class RemoteError(RolloutError):
-    """Stands for an exception of a worker process that cannot be pickled; `reason` is the name of its type."""
+    """Stands for an exception that cannot be pickled, looked at or raised again; `reason` is the name of its type."""
 
     def __init__(self, message: str, reason: str) -> None:
         super().__init__(message)
@@ -63,8 +71,30 @@ def in_words(error: BaseException) -> str:
     """Type and text; some exceptions of others cannot even be shown."""
     try:
         return f"{type(error).__name__}: {error}"
-    except Exception:  # noqa: BLE001 (whatever a foreign `__str__` raises)
+    except BaseException:  # noqa: BLE001 (whatever a foreign `__str__` raises)
         return f"{type(error).__name__} (its text cannot be shown)"
+
+
+def traceback_of(error: BaseException, limit: int | None = None) -> str:
+    """As `traceback.format_exc`; of an exception that cannot be looked at, where it was raised."""
+    try:
+        return "".join(traceback.format_exception(error, limit=limit))
+    except BaseException:  # noqa: BLE001 (whatever a foreign attribute raises)
+        frames = traceback.format_tb(BaseException.__getattribute__(error, "__traceback__"), limit)
+        return "".join([*frames, in_words(error)])
+
+
+def presentable(error: BaseException) -> BaseException:
+    """The error itself, unless looking at it or raising it again raises another: then what stands for it."""
+    try:
+        isinstance(error, RolloutError)  # asks a foreign type for its `__class__`
+        for name in ("reason", "remote_traceback", "__traceback__", "__notes__"):
+            getattr(error, name, None)
+        error.__traceback__ = error.__traceback__  # as `contextlib` does; a frozen dataclass refuses
+    except BaseException:  # noqa: BLE001 (whatever a foreign attribute raises)
+        frames = BaseException.__getattribute__(error, "__traceback__")
+        return RemoteError(in_words(error), type(error).__name__).with_traceback(frames)
+    return error
 
 
 def reason_of(error: BaseException) -> str:

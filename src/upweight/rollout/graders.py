@@ -2,7 +2,8 @@
 
 Invariants
 1. A grade comes back within its time limit, plus the wait for a free worker and, after a death, for that worker's start.
-2. A worker that hangs, dies or runs away is killed with all it started and replaced: the pool keeps its size.
+2. A worker that hangs, dies or runs away is killed with all it started and replaced: the pool keeps its size. What a grader
+   started in a session of its own is found (on Linux) as long as the worker, or what it started, still lives.
 3. A hanging grader outlives neither its limit by long nor this process: the child ends itself, whatever holds its interpreter.
 """
 
@@ -19,7 +20,6 @@ import pickle
 import signal
 import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +29,8 @@ from typing import Any
 
 from upweight.errors import RolloutError
 from upweight.rollout.config import DAY_S
+from upweight.rollout.exceptions import in_words, traceback_of
+from upweight.rollout.process_tree import kill_group, kill_tree
 
 logger = logging.getLogger(__name__)
 
@@ -138,7 +140,8 @@ class GraderPool:
             self._give_back(child, keep=False)
             raise
         self._give_back(child, keep=outcome.is_usable)
-        return self._settle(outcome, name or _shown(args, kw), seconds)
+        named = "" if outcome.kind == "graded" else name or _shown(args, kw)
+        return self._settle(outcome, named, seconds)
 
     async def grade_async(self, *args: Any, name: str | None = None, **kw: Any) -> Any:
         """As `grade`, without blocking the event loop."""
@@ -274,10 +277,14 @@ class _Child:
             self._pipe.send((args, kw))
             if not self._pipe.poll(timeout):
                 return _Outcome("timed_out")
-            return _Outcome(*self._pipe.recv())
+            answer = self._pipe.recv_bytes()
         except (EOFError, OSError):
             self.kill()
             return _Outcome("died", self._exit_code)
+        try:
+            return _Outcome(*pickle.loads(answer))
+        except (Exception, SystemExit) as error:  # noqa: BLE001 (whatever a foreign class raises while being made)
+            return _Outcome("raised", f"the result cannot be unpickled: {in_words(error)}")
 
     def kill(self) -> None:
         """End the process and what it started."""
@@ -285,8 +292,10 @@ class _Child:
             if self._pipe.closed:
                 return
             self._process.join(0.05)  # one that died by itself keeps its exit code
-            with contextlib.suppress(ProcessLookupError, PermissionError, AttributeError):
-                os.killpg(self.pid, signal.SIGKILL)
+            if self._process.exitcode is None:
+                kill_tree(self.pid)
+            else:  # its number may be another's by now, but not while a group bears it
+                kill_group(self.pid)
             self._process.kill()
             self._process.join(EXIT_GRACE_S)
             self._exit_code = self._process.exitcode
@@ -303,7 +312,7 @@ def child_main(pipe: Connection, payload: bytes, timeout: float) -> None:
     try:
         fn = pickle.loads(payload)
     except BaseException as error:  # noqa: BLE001 (told to the parent, whatever the grader's module raises)
-        pipe.send(f"{type(error).__name__}: {error}")
+        pipe.send(in_words(error))
         return
     pipe.send(None)
     with open(os.devnull, "w") as nowhere:
@@ -322,14 +331,18 @@ def child_main(pipe: Connection, payload: bytes, timeout: float) -> None:
 def _graded(fn: Callable[..., Any], args: tuple[Any, ...], kw: dict[str, Any]) -> bytes:
     try:
         data = pickle.dumps(("graded", fn(*args, **kw)))
+        pickle.loads(data)  # here, within the time limit, and not first in the run's process
         if len(data) <= MAX_RESULT_BYTES:
             return data
         problem = f"the result takes {len(data)} bytes, the most is {MAX_RESULT_BYTES}"
-    except BaseException:  # noqa: BLE001 (told to the parent; sys.exit() in a grader must not end the worker)
-        problem = traceback.format_exc(limit=-3).strip()
+    except BaseException as error:  # noqa: BLE001 (told to the parent; sys.exit() in a grader must not end the worker)
+        problem = traceback_of(error, limit=-3).strip()
     return pickle.dumps(("raised", problem))
 
 
 def _shown(args: tuple[Any, ...], kw: dict[str, Any]) -> str:
-    text = ", ".join([*map(repr, args), *(f"{key}={value!r}" for key, value in kw.items())])
+    try:
+        text = ", ".join([*map(repr, args), *(f"{key}={value!r}" for key, value in kw.items())])
+    except Exception:  # noqa: BLE001 (whatever a foreign `__repr__` raises)
+        text = f"arguments that cannot be shown, of types {[type(arg).__name__ for arg in (*args, *kw.values())]}"
     return text if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]}…"

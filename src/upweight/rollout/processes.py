@@ -10,14 +10,13 @@ import os
 import pickle
 import signal
 import threading
-import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any
 
-from upweight.rollout.exceptions import RemoteError, WorkerDied, WorkerPoolBroken, in_words
+from upweight.rollout.exceptions import RemoteError, WorkerDied, WorkerPoolBroken, in_words, presentable, traceback_of
 from upweight.rollout.models import Task
 from upweight.rollout.workers import Finished, RolloutCall
 
@@ -99,10 +98,10 @@ class InProcess:
         assert pipe is not None, "prepare() comes first"
         try:
             pipe.send(task)
-            finished, error, text = pipe.recv()
+            answer = pipe.recv_bytes()
         except (EOFError, OSError):
             raise WorkerDied(self._bury()) from None
-        return unpacked(finished, error, text)
+        return unpacked(*pickle.loads(answer))
 
     def kill(self) -> None:
         self._killed = True
@@ -157,7 +156,7 @@ def child_main(pipe: Connection, payload: bytes) -> None:
     try:
         call: RolloutCall = pickle.loads(payload)
     except BaseException as error:  # noqa: BLE001 (told to the parent, whatever the module of the function raises)
-        pipe.send(f"{type(error).__name__}: {error}")
+        pipe.send(in_words(error))
         return
     pipe.send(None)
     while True:
@@ -182,7 +181,7 @@ def attempt(call: RolloutCall, task: Task[Any]) -> tuple[Finished | None, BaseEx
         finished = call(task)
         pickle.dumps(finished.result)
     except BaseException as error:  # noqa: BLE001 (the parent decides; sys.exit() in a rollout must not end the child)
-        return None, _portable(error), traceback.format_exc()
+        return None, _portable(error), traceback_of(error)
     return finished, None, ""
 
 
@@ -190,15 +189,15 @@ def unpacked(finished: Finished | None, error: BaseException | None, text: str) 
     """What `attempt` returned, in the parent: the end of the attempt, or its error raised."""
     if finished is None:
         assert error is not None
-        error.remote_traceback = text  # type: ignore[attr-defined]
+        BaseException.__setattr__(error, "remote_traceback", text)  # a frozen dataclass would refuse it
         raise error
     return finished
 
 
 def _portable(error: BaseException) -> BaseException:
-    """The error itself if it survives pickling, else its text."""
+    """The error itself if it survives being looked at and pickled, else its text."""
     try:
         pickle.loads(pickle.dumps(error))
-    except Exception:  # noqa: BLE001 (whatever a foreign class raises while being pickled)
+        return presentable(error)
+    except BaseException:  # noqa: BLE001 (whatever a foreign class raises while being pickled)
         return RemoteError(in_words(error), type(error).__name__)
-    return error

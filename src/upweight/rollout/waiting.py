@@ -29,6 +29,8 @@ def what_is_awaited(
         parts.append(rollouts_in_words(n_running, dispatcher.oldest(NAMED), source.numbers))
     elif n_retries := scheduler.n_in_flight - dispatcher.n_doubtful:
         parts.append(f"retries of {n_retries} rollouts")
+    if blocked := dispatcher.blocked:
+        parts.append(blocked)
     if dispatcher.n_doubtful:
         parts.append(f"the status, since {dispatcher.n_doubtful} groups report a version newer than the known ones")
     if source.is_drawing:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, NamedTuple, Protocol
 
+from upweight.rollout.exceptions import presentable, traceback_of
 from upweight.rollout.models import Task
 from upweight.rollout.reported import check_reported
 from upweight.rollout.validation import EncodedSample, encode_group
@@ -66,6 +67,13 @@ class Outcome:
     encoded: list[EncodedSample] | None = None
     error: BaseException | None = None
     traceback: str = ""
+
+    @classmethod
+    def failed(cls, attempt_id: int, raised: BaseException) -> Outcome:
+        """Of whatever a rollout raised, `sys.exit()` included; one of a worker process brings its traceback along."""
+        error = presentable(raised)
+        text = getattr(error, "remote_traceback", None) or traceback_of(raised)
+        return cls(attempt_id, error=error, traceback=text)
 
 
 class Executor(Protocol):
@@ -122,8 +130,7 @@ class _Worker(threading.Thread):
             self._pool.note_begin(attempt_id)
             return Outcome(attempt_id, *self.executor.run(task))
         except BaseException as error:  # noqa: BLE001 (sys.exit() in a rollout is a failed rollout too)
-            text = getattr(error, "remote_traceback", None) or traceback.format_exc()
-            return Outcome(attempt_id, error=error, traceback=text)
+            return Outcome.failed(attempt_id, error)
 
 
 class WorkerPool:
