@@ -17,8 +17,8 @@ import psutil
 from upweight.ops.samples import TrainBatch
 from upweight.server.worker_protocol import WorkerSpec, encode_batch
 
-CLIENTS, PER_CLIENT, TOKENS = 64, 3, 32
-EVERY = 24.0  # mean seconds between two requests of one client: about a third of what the machine decodes alone, so that half of
+CLIENTS, PER_CLIENT, TOKENS = 64, 2, 32
+EVERY = 20.0  # mean seconds between two requests of one client: about a third of what the machine decodes alone, so that half of
 # the machine suffices beside training and gaps are those of steps, not of a queue that grows
 
 
