@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+
 from upweight.training.rl import (
     DPOConfig,
     DPOTrainer,
