@@ -37,7 +37,6 @@ ASKED = [
     replace(BASE, logit_bias=((7, 3.0),), frequency_penalty=0.5),
     replace(BASE, min_tokens=3, top_logprobs=2, min_p=0.1),
     replace(BASE, constraint=NoMask),
-    replace(BASE, prompt_logprobs=True),
 ]
 
 
@@ -61,7 +60,7 @@ def compilations() -> Iterator[Compilations]:
 
 def test_nothing_is_compiled_after_a_warm_up(model: LoadedModel, compilations: Compilations) -> None:
     engine = Engine(model.config, model.params, model.tokenizer, max_rows=2)
-    ready = engine.warm_up(CONTEXT, prompt_logprobs=True)
+    ready = engine.warm_up(CONTEXT)
     assert compilations.count > 0
     assert ready.programs == engine.stats()["programs"]
     assert ready.seconds > 0
