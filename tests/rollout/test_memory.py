@@ -63,7 +63,9 @@ async def async_rollout(task: int, context: Any) -> SampleGroup:
     return troubled_rollout(task, context)
 
 
-@pytest.mark.parametrize("mode", ["async", pytest.param("thread", marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "mode", [pytest.param("async", marks=pytest.mark.ci), pytest.param("thread", marks=pytest.mark.soak)]
+)
 def test_what_a_run_holds_does_not_grow(mode: str, far_server: str, tmp_path: Path) -> None:
     """With a spool and a dataset cursor, from a third of the run to its end."""
     held: dict[int, int] = {}
