@@ -609,7 +609,7 @@ def test_samples_wait_for_company_but_not_at_the_end(server: Any, make_runner: A
     )
     summary = runner.run()
     assert summary.accepted == 67
-    assert server.count("POST", "/samples") <= 8 + 8  # 67 without company; a busy machine may part some
+    assert server.count("POST", "/samples") <= 8 + 1
     assert server.sizes() == {0: 64, 1: 3}
     assert time.monotonic() - began < 10
 

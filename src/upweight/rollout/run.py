@@ -228,7 +228,7 @@ class Run:
         if self._ended_as is not None:
             return self._ended_as
         if self._uploader.backlog:
-            if not self._scheduler.n_in_flight:
+            if not self._scheduler.n_in_flight and not self._source.is_drawing:
                 self._uploader.hurry()
             return None
         if self._state.is_complete(self._parts):
