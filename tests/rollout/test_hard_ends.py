@@ -60,16 +60,15 @@ def test_a_report_shows_where_rollouts_are(server: Any, make_runner: Any, functi
     thread = threading.Thread(target=runner.run)
     thread.start()
     deadline = time.monotonic() + 5
-    while f"in {function.__name__}" not in runner.report() and time.monotonic() < deadline:
+    while (report := runner.report()).count(f"in {function.__name__}") < 4 and time.monotonic() < deadline:
         time.sleep(0.02)
-    report = runner.report()
+    runner.stop()  # also before an assertion fails: a run that is left behind would disturb the tests after it
+    thread.join(8)
     assert report.count(f"in {function.__name__}") == 4
     assert re.search(
         r"waiting for \d s for group 0: rollout function still running \(task-\w+\), \d s for group 1 \(", report
     )
     assert "attempt 1" in report
-    runner.stop()
-    thread.join(8)
 
 
 SCRIPT = textwrap.dedent("""
