@@ -17,7 +17,7 @@ from upweight.rollout.feeder import DatasetFeeder
 from upweight.rollout.messages import Broken, DatasetFailed, JobEnded, TasksDrawn
 from upweight.rollout.models import JobStatusUpdate, RolloutException, RolloutResult, SampleGroup, Task
 from upweight.rollout.runner import JobStatusTracker, RolloutDispatcher
-from upweight.rollout.validation import encode_group, reported_version
+from upweight.rollout.validation import encode_group
 
 from . import helpers
 
@@ -301,8 +301,10 @@ def test_wire_samples():
 def test_reported_version_is_the_smallest_one():
     """Failure D8."""
     infos = [{"inference_version": 4}, {"inference_version": 5, "token_inference_versions": [3, 4]}, None]
-    assert reported_version([helpers.good_sample(debug_info=info) for info in infos]) == 3
-    assert reported_version([helpers.good_sample()]) is None
+    group = SampleGroup(samples=[helpers.good_sample(debug_info=info) for info in infos])
+    assert [sample.reported for sample in encode_group("t", group, 3)] == [4, 3, None]
+    (silent,) = encode_group("t", SampleGroup(samples=[helpers.good_sample()]), 1)
+    assert silent.reported is None
 
 
 @pytest.mark.parametrize("field", ["token_ids", "logprobs", "mask"])

@@ -22,15 +22,20 @@ class Reported(NamedTuple):
     version: int
 
 
-def check_reported(task_id: str, group: SampleGroup) -> None:
-    """Raises `RolloutValidationError` for a version that is no whole number ≥ 0. The rest of the group was checked before."""
-    for index, sample in enumerate(group.samples):
-        for field, versions in _told(sample):
-            if not isinstance(versions, list):
-                raise _refused(task_id, index, field, versions, "it must be a list of versions")
-            for version in versions:
-                if isinstance(version, bool) or not isinstance(version, int) or version < 0:
-                    raise _refused(task_id, index, field, version, "a version is a whole number from 0")
+def oldest_reported(where: str, sample: Sample) -> int | None:
+    """The smallest version that a sample tells; None if it tells none.
+
+    Raises `RolloutValidationError`, beginning with `where`, for a version that is no whole number ≥ 0.
+    """
+    found: list[int] = []
+    for field, versions in _told(sample):
+        if not isinstance(versions, list):
+            raise _refused(where, field, versions, "it must be a list of versions")
+        for version in versions:
+            if isinstance(version, bool) or not isinstance(version, int) or version < 0:
+                raise _refused(where, field, version, "a version is a whole number from 0")
+        found += versions
+    return min(found, default=None)
 
 
 def newest_reported(group: SampleGroup) -> Reported | None:
@@ -47,7 +52,7 @@ def newest_reported(group: SampleGroup) -> Reported | None:
 def too_new(task_id: str, reported: Reported, newest: int) -> RolloutValidationError:
     """The error of a group that reports a version which was never served."""
     reason = f"the newest version of this job is {newest}"
-    return _refused(task_id, reported.sample, reported.field, reported.version, reason)
+    return _refused(f"Task {task_id}, sample {reported.sample}", reported.field, reported.version, reason)
 
 
 def _told(sample: Sample) -> list[tuple[str, Any]]:
@@ -59,7 +64,5 @@ def _told(sample: Sample) -> list[tuple[str, Any]]:
     return told if each is None else [*told, (EACH, each)]
 
 
-def _refused(task_id: str, index: int, field: str, value: object, reason: str) -> RolloutValidationError:
-    return RolloutValidationError(
-        f"Task {task_id}, sample {index}: debug_info[{field!r}] holds {value!r}; {reason}", reason=REASON
-    )
+def _refused(where: str, field: str, value: object, reason: str) -> RolloutValidationError:
+    return RolloutValidationError(f"{where}: debug_info[{field!r}] holds {value!r}; {reason}", reason=REASON)

@@ -23,6 +23,7 @@ from pydantic import TypeAdapter
 from upweight.api_client.models.rl_job import Sample as WireSample
 from upweight.rollout.exceptions import RolloutValidationError
 from upweight.rollout.models import Sample, SampleGroup
+from upweight.rollout.reported import oldest_reported
 
 LARGEST_ID = 2**31 - 1
 DEEPEST = 100  # levels of an item of debug_info
@@ -123,7 +124,7 @@ def _encode(where: str, sample: object) -> EncodedSample:
     }
     parts = _to_json(plain)[1:-1], _digits(mask), _checked_debug_info(where, sample)
     fields = b'%b,"mask":[%b],"debug_info":{%b' % parts
-    return EncodedSample(_checked_id(where, sample), fields, reported_version([sample]), len(token_ids))
+    return EncodedSample(_checked_id(where, sample), fields, oldest_reported(where, sample), len(token_ids))
 
 
 def _length(where: str, field: str, values: Any) -> int:
@@ -251,17 +252,3 @@ def _check_item(where: str, key: object, value: object) -> None:
         _debug_json({key: value}).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise RolloutValidationError(f"{where}: debug_info[{key!r}]: {error}", reason="debug_info") from error
-
-
-def reported_version(samples: Iterable[Sample]) -> int | None:
-    """The smallest version that the samples' `debug_info` reports; None if it reports none."""
-    found: list[int] = []
-    for sample in samples:
-        info = sample.debug_info or {}
-        candidates = [info.get("inference_version"), *_as_list(info.get("token_inference_versions"))]
-        found += [version for version in candidates if isinstance(version, int)]
-    return min(found, default=None)
-
-
-def _as_list(value: object) -> list[Any]:
-    return value if isinstance(value, list) else []

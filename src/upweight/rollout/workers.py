@@ -20,7 +20,6 @@ from typing import Any, NamedTuple, Protocol
 
 from upweight.rollout.exceptions import presentable, traceback_of
 from upweight.rollout.models import Task
-from upweight.rollout.reported import check_reported
 from upweight.rollout.validation import EncodedSample, encode_group
 
 
@@ -49,9 +48,7 @@ class RolloutCall:
         """Raises `RolloutValidationError` for what cannot be uploaded."""
         if self.group_size is None:
             return Finished(result, None)
-        encoded = encode_group(task.id, result, self.group_size)
-        check_reported(task.id, result)
-        return Finished(result, encoded)
+        return Finished(result, encode_group(task.id, result, self.group_size))
 
 
 async def _wait_for(awaitable: Any) -> Any:
