@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -40,7 +41,7 @@ def numbers_of(logs: Logs, prefix: str = "") -> dict[str, float]:
     return found
 
 
-class MetricCallback(BaseCallback):
+class MetricCallback(BaseCallback, ABC):
     """Base of what writes metrics: every n-th step, counted from the first, and at the end of epochs and validations."""
 
     __slots__ = ("_every", "_on_epoch_end", "_prefix", "steps")
@@ -49,8 +50,9 @@ class MetricCallback(BaseCallback):
         self._every, self._on_epoch_end, self._prefix = every, on_epoch_end, prefix
         self.steps = 0  # steps that ended
 
+    @abstractmethod
     def write(self, metrics: dict[str, float], step: int) -> None:
-        raise NotImplementedError
+        """The numbers of a step."""
 
     def on_batch_end(self, trainer: Any, batch: int, logs: Logs) -> None:
         if self.steps % self._every == 0:

@@ -12,6 +12,7 @@ Invariants
 from __future__ import annotations
 
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, replace
 from typing import Any, Generic, TypeVar
@@ -34,7 +35,7 @@ Config = TypeVar("Config")
 Result = tuple[jax.Array, Metrics]
 
 
-class SequenceTrainer(Generic[Config]):
+class SequenceTrainer(ABC, Generic[Config]):
     """Base of the four trainers; `create_loss_fn`, `compute_loss`, `train_step`, `eval_step` and state are here."""
 
     def __init__(
@@ -57,19 +58,21 @@ class SequenceTrainer(Generic[Config]):
 
     # What a trainer of one algorithm says.
 
+    @abstractmethod
     def _checked(self, batch: Any) -> Any:
         """The batch in its canonical type; an error for what is missing or of the wrong kind. Looks at no values of tracers."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _padded(self, batch: Any) -> Any:
         """A checked batch in one of few shapes, made on the host."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _prepare(self, model: Any, reference: Any, batch: Any) -> tuple[Inputs, Metrics]:
-        raise NotImplementedError
+        """What follows from the batch alone, and the metrics of it."""
 
+    @abstractmethod
     def _loss(self, model: Any, reference: Any, inputs: Inputs, places: Places, totals: Totals) -> Result:
-        raise NotImplementedError
+        """The part of the whole batch's loss that these rows are, and its metrics."""
 
     # What they share.
 
