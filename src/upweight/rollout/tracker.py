@@ -130,7 +130,7 @@ class JobStatusTracker(threading.Thread):
         try:
             while not self._stopping.is_set() and self._poll():
                 self._stopping.wait(self._interval)
-        except Exception as error:
+        except Exception as error:  # a thread that dies must not leave the main loop waiting
             logger.exception("The job status tracker died")
             self._output.put(Broken(error))
 

@@ -129,7 +129,7 @@ class Uploader(threading.Thread):
         try:
             while self._wait_for_work():
                 self._try_step()
-        except Exception as error:
+        except Exception as error:  # a thread that dies must not leave the main loop waiting
             if not isinstance(error, UploadFailed | BatchSizeMismatch):
                 logger.exception("The uploader died")
             self._output.put(Broken(error))

@@ -51,7 +51,7 @@ async def _start(settings: Settings, resolve_model: ResolveModel) -> Parts:
     home.lock()
     try:
         database = Database(home.store)
-    except BaseException:
+    except BaseException:  # the lock is given back, whatever ends the start
         home.unlock()
         raise
     key, _ = home.api_key()

@@ -127,7 +127,7 @@ def _attempt(connection: Connection, operation: Operation[T]) -> tuple[T | None,
     try:
         with connection.begin_nested():
             return operation(connection), None
-    except Exception as error:
+    except Exception as error:  # of one operation; its neighbours in the transaction go on
         # On a full disk SQLite rolls the whole transaction back: what the neighbours wrote is gone too, and a commit would
         # succeed without it.
         if not _in_transaction(connection):

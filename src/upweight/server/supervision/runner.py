@@ -95,7 +95,7 @@ class JobRunner:
             raise
         except (StoreError, OperationalError):
             raise
-        except Exception as error:
+        except Exception as error:  # an error of ours fails its job, not the other jobs
             log.exception("job %s: supervision failed", self.job_id)
             await self._fail("internal_error", f"{type(error).__name__}: {error}")
 

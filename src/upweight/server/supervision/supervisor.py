@@ -208,7 +208,7 @@ class Supervisor:
             self._idle[job.id] = worker
             try:
                 await self._check(job, worker)
-            except BaseException:
+            except BaseException:  # no worker is left behind, also when the request is cancelled
                 await self._retire(job.id)
                 raise
             self.gate(job.id).open(worker)

@@ -205,7 +205,7 @@ async def _guarded(request: Request, events: AsyncIterator[bytes]) -> AsyncItera
     try:
         async for event in events:
             yield event
-    except Exception as error:
+    except Exception as error:  # whatever it is, the client is told in the form of its route
         log.exception("stream failed")
         body = _error_body(request, 500, f"{type(error).__name__}: {error}", None)
         name = b"event: error\n" if is_anthropic(request.url.path) else b""

@@ -150,7 +150,7 @@ class WorkerCore:
             self._enter(WorkerPhase.READY, "")
         except UpweightError as error:
             self._failure = error
-        except Exception as error:
+        except Exception as error:  # raised by wait_ready, to whoever waits
             log.exception("loading failed")
             self._failure = error
         finally:
