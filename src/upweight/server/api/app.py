@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import FastAPI
 
 from upweight import __version__
-from upweight.server.api import errors, health, inference, job_routes, rl_routes, stats
+from upweight.server.api import errors, health, inference, job_routes, page, rl_routes, sample_routes, stats
 from upweight.server.api.context import Parts, ResolveModel
 from upweight.server.ascii_json import AsciiJSON
 from upweight.server.home import Home
@@ -41,7 +41,7 @@ def create_app(settings: Settings, *, resolve_model: ResolveModel | None = None)
         openapi_url=None,
     )
     errors.install(app)
-    for module in (health, job_routes, rl_routes, inference, stats):
+    for module in (page, health, job_routes, rl_routes, sample_routes, inference, stats):
         app.include_router(module.router)
     return app
 

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 from fastapi import Depends, Request
 from sqlalchemy import Connection
 
+from upweight.server.contacts import Contacts
 from upweight.server.home import Home
 from upweight.server.refusals import Refusal, invalid
 from upweight.server.settings import Settings
@@ -34,6 +35,7 @@ class Parts:
     supervisor: Supervisor
     resolve_model: ResolveModel
     projects: dict[str, str] = field(default_factory=dict)  # hash of a key → its project
+    contacts: Contacts = field(default_factory=Contacts)
     parsing: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))
 
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import APIRouter
-from fastapi.responses import PlainTextResponse
 
-from upweight import __version__
 from upweight.server.api.context import PartsOf, ProjectOf
 from upweight.server.api.errors import RETRY_AFTER
 from upweight.server.api.model_names import job_for_model, served_jobs
@@ -48,21 +46,6 @@ async def ready(parts: PartsOf) -> dict[str, str]:
     """Answers once the store does."""
     await parts.database.write(lambda c: None)
     return {"status": "ready"}
-
-
-@router.get("/")
-async def front() -> PlainTextResponse:
-    return PlainTextResponse(
-        f"upweight {__version__} job server\n\n"
-        "POST /v1/fine_tuning/jobs                             create a job\n"
-        "GET  /v1/fine_tuning/jobs                             list jobs\n"
-        "GET  /v1alpha1/fine_tuning/jobs/{job_id}/progress     how a job stands\n"
-        "POST /v1/chat/completions, /v1/completions            ask a job's model (OpenAI)\n"
-        "POST /v1/messages                                     ask a job's model (Anthropic)\n"
-        "GET  /v1/models, /stats, /metrics                     what is served, and how\n"
-        "GET  /healthz, /readyz, /health                       health of the process, the store, the engines\n\n"
-        "All routes but this one and health need the header 'Authorization: Bearer <key>'.\n"
-    )
 
 
 @router.get("/v1/models")

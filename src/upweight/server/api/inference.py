@@ -64,6 +64,7 @@ async def model(name: str, request: Request, job: JobOf, parts: PartsOf) -> Resp
 @router.post(OF_JOB + "/messages")
 @router.post(OF_JOB + "/messages/count_tokens")
 async def complete_for_job(request: Request, job: JobOf, parts: PartsOf) -> Response:
+    parts.contacts.note(job.id, "completion")
     body, asked = await _read(request, parts)
     return await _complete(request, job, parts, "/openai" + request.url.path.rpartition("/openai")[2], body, asked)
 

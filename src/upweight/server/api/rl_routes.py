@@ -13,6 +13,7 @@ from upweight.server.refusals import invalid
 from upweight.server.store import batches, jobs
 from upweight.server.store.jobs import get_job
 from upweight.server.store.rows import is_finite32
+from upweight.server.waiting import Facts, explain_wait
 
 LARGEST_INDEX = 2**31 - 1
 Since = Annotated[int, Query(ge=-1, le=LARGEST_INDEX)]
@@ -22,6 +23,7 @@ router = APIRouter(prefix="/v1alpha1/fine_tuning/jobs/{job_id}")
 
 @router.get("/status")
 async def get_status(job: JobOf, parts: PartsOf) -> dict[str, Any]:
+    parts.contacts.note(job.id, "status")
     current = await parts.database.read(lambda c: batches.get_batch(c, job.id, job.filled_batches))
     return {
         "object": "fine_tuning.job.status",
@@ -38,6 +40,33 @@ async def get_status(job: JobOf, parts: PartsOf) -> dict[str, Any]:
 @router.get("/progress")
 async def get_progress(job: JobOf, parts: PartsOf, since: Since = -1) -> dict[str, Any]:
     return await parts.database.read(lambda c: progress(c, job, parts.supervisor.worker_of(job.id), since))
+
+
+@router.get("/waiting")
+async def get_waiting(job: JobOf, parts: PartsOf) -> dict[str, Any]:
+    """What the job waits for, over rollouts, server, engine and trainer."""
+    current = await parts.database.read(lambda c: batches.get_batch(c, job.id, job.filled_batches))
+    worker = parts.supervisor.worker_of(job.id)
+    state = worker.state if worker is not None and worker.alive else None
+    facts = Facts(
+        job_id=job.id,
+        job_status=job.job_status,
+        reason=job.reason,
+        batch_index=job.filled_batches,
+        in_batch=current.sample_count if current is not None else 0,
+        batch_size=job.batch_size,
+        places=parts.settings.max_running,
+        seconds_up=parts.contacts.seconds_up,
+        status_age=parts.contacts.age(job.id, "status"),
+        completion_age=parts.contacts.age(job.id, "completion"),
+        upload_age=parts.contacts.age(job.id, "upload"),
+        phase=None if state is None else str(state.phase),
+        detail="" if state is None else state.detail,
+        active=0 if state is None else int(state.stats.get("active_tasks", 0)),
+        queued=0 if state is None else int(state.stats.get("waiting_queue", 0)),
+        tokens_per_second=0.0 if worker is None else worker.tokens_per_second,
+    )
+    return explain_wait(facts)
 
 
 @router.get("/batches/{batch_index}")
@@ -59,6 +88,7 @@ async def create_batch(request: Request, job: JobOf, parts: PartsOf, project: Pr
 async def submit_samples(
     request: Request, batch_index: int, job: JobOf, parts: PartsOf, project: ProjectOf
 ) -> dict[str, Any]:
+    parts.contacts.note(job.id, "upload")
     body = await read_body(request)
     needs_task = job.reinforcement["advantage"] == "group"
     samples = await off_the_loop(parts, len(body), parse_upload, body, needs_task)
