@@ -7,6 +7,7 @@ import pytest
 
 from tests.cli.conftest import COMMAND, Command
 from upweight.cli.serve import is_loopback, next_steps
+from upweight.server.process import Ready
 
 
 def test_the_first_start_says_address_home_key_and_next_steps(server_home: Path) -> None:
@@ -15,7 +16,7 @@ def test_the_first_start_says_address_home_key_and_next_steps(server_home: Path)
     assert lines[0].startswith("upweight server: http://127.0.0.1:")
     assert lines[0].endswith(f"home {server_home}")
     assert key in lines[1]
-    assert f"UPWEIGHT_HOME={server_home} upweight jobs create --model SmolLM2-135M-Instruct" in lines[2]
+    assert f"UPWEIGHT_HOME={server_home} upweight jobs create --model SmolLM2-135M-Instruct" in lines[3]
 
 
 def test_ctrl_c_stops_it_in_order_and_an_open_address_is_warned_of(tmp_path: Path) -> None:
@@ -60,5 +61,8 @@ def test_loopback(host: str, expected: bool) -> None:
 
 def test_the_home_folder_is_named_only_where_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("UPWEIGHT_HOME", raising=False)
-    assert "UPWEIGHT_HOME" not in "".join(next_steps(Path("~/.upweight").expanduser()))
-    assert "UPWEIGHT_HOME='/a b' upweight jobs list" in "".join(next_steps(Path("/a b")))
+    usual, other = Path("~/.upweight").expanduser(), Path("/a b")
+    assert "UPWEIGHT_HOME" not in "".join(next_steps(Ready("http://h:1", usual, usual / "api_key", None)))
+    lines = next_steps(Ready("http://h:1", other, other / "api_key", "secret"))
+    assert "UPWEIGHT_HOME='/a b' upweight jobs list" in "".join(lines)
+    assert lines[0] == "  watch jobs:    http://h:1/ (the page asks for the key in /a b/api_key)"

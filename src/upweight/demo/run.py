@@ -82,15 +82,18 @@ class DemoRun:
         assert batches is not None
         job_id = self._find_or_create_job(client, batches)
         self.monitor.watch_job(server.url, server.key, job_id, batches)
+        self.display.note(f"watch it in a browser: {server.url}/ (the key lies in {self.home / 'api_key'})")
         self._await_version(0, "loading the model")
         context = RolloutContext(self._rollout_config(job_id, batches), client)
         if self.record.before is None:
             before = self._evaluate(context, "scoring before training")
+            _post_score(client, job_id, 0, before)
             self._remember(before=asdict(before))
         before = Evaluation(**(self.record.before or {}))
         self.display.note(f"held-out score before: {before.score:.3f} ({len(before.right)} sums never trained on)")
         self._train(client, context.config, batches)
         after = self._evaluate(context, "scoring after training")
+        _post_score(client, job_id, batches, after)
         self._await_end()
         report = make_report(self.record, self.plan, self.eval_tasks, before, after, self.monitor)
         self._remember(finished=True)
@@ -277,6 +280,11 @@ def _await_no_server(home: Home, end: float) -> None:
             time.sleep(POLL)
         else:
             return home.unlock()
+
+
+def _post_score(client: TokenFactory, job_id: str, batch_index: int, evaluation: Evaluation) -> None:
+    metrics = {"held_out_score": evaluation.score}
+    client.v1alpha1.fine_tuning.jobs.post_metrics(job_id=job_id, batch_index=batch_index, metrics=metrics)
 
 
 def _status(job: Any) -> str:

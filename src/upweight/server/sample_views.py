@@ -17,7 +17,7 @@ UNKNOWN = -1  # version of a token that no completion of this job explains
 
 
 def short_view(row: Row, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """One line of a list. `prompt` and `text` are null where the model's tokenizer cannot be read."""
+    """One line of a list. `prompt` (its end) and `text` (of the trained tokens) leave special tokens out, and are null where the model's tokenizer cannot be read."""
     tokens_T, mask_T = _array(row.token_ids, "<i4"), _array(row.mask, "u1")
     trained = np.flatnonzero(mask_T)
     first = int(trained[0]) if len(trained) else len(tokens_T)
@@ -110,4 +110,4 @@ def _numbers(data: bytes | None) -> list[float | None] | None:
 
 
 def _text(tokenizer: Tokenizer, tokens: np.ndarray) -> str:
-    return tokenizer.decode(tokens.tolist(), skip_special_tokens=False)
+    return tokenizer.decode(tokens.tolist())

@@ -5,10 +5,10 @@ const KEY = "upweight-key";
 export class NoKey extends Error {}
 
 export function takeKeyFromAddress() {
-  const given = /^#key=([^&]+)(.*)$/.exec(location.hash);
+  const given = /^#key=([^/]+)(.*)$/.exec(location.hash);
   if (!given) return;
   sessionStorage.setItem(KEY, decodeURIComponent(given[1]));
-  history.replaceState(null, "", location.pathname + (given[2] ? "#" + given[2].slice(1) : "#/"));
+  history.replaceState(null, "", location.pathname + "#" + (given[2] || "/"));
 }
 
 export function setKey(key) {

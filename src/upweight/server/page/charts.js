@@ -34,7 +34,7 @@ export class Chart {
     this.plot.hidden = !full.length;
     this.empty.hidden = full.length > 0;
     this.legend.replaceChildren(
-      ...(full.length > 1 ? full.map((one, i) => h(`span.key.k${(i % 4) + 1}`, {}, `${one.label} ${number(last[i])}`)) : []),
+      ...(full.length > 1 ? full.map((one, i) => h(`span.swatch.k${(i % 4) + 1}`, {}, `${one.label} ${number(last[i])}`)) : []),
     );
     this.plot.setAttribute("aria-label", full.map((one) => this.#inWords(one)).join("; "));
     this.#draw();

@@ -21,7 +21,7 @@ export class JobView {
       reward: new Chart("Reward of the rollouts", { empty: "Rollouts that put their raw reward into debug_info[\"reward\"] are charted here." }),
       score: new Chart("Held-out score", { empty: "Give RolloutRunner an eval_dataset and eval_every to see it." }),
       loss: new Chart("Loss"),
-      mismatch: new Chart("Largest difference of log-probabilities", { note: "between sampler and trainer on tokens of the same version; rounding noise is about 1e−5 to 1e−4" }),
+      mismatch: new Chart("Mismatch", { note: "largest difference of log-probabilities between sampler and trainer, on tokens of the same version; rounding is about 1e−5 to 1e−4" }),
     };
     this.headline = h("p.headline", { "aria-live": "polite" });
     this.chain = h("ol.chain");
@@ -82,12 +82,13 @@ export class JobView {
     this.headTold = told;
     const total = progress.total_batches;
     const method = job.training_method?.[job.training_method?.type] ?? {};
-    this.head.replaceChildren(
+    const parts = [
       h("h1", {}, job.suffix || modelName(job.model), " ", badge(job.job_status)),
       h("p.quiet", {}, [job.training_method?.type, method.algorithm, method.lora ? `LoRA rank ${method.lora.rank}` : "all parameters", modelName(job.model), `created ${ago(job.created_at)}`].filter(Boolean).join(" · ")),
       job.error && h("p.problem", { role: "alert" }, job.error.message),
       total && h("p.batches", {}, progressBar(progress.filled_batches + progress.in_batch / progress.batch_size, total, "Batches filled"), `${progress.filled_batches} of ${total} batches filled`),
-    );
+    ];
+    this.head.replaceChildren(...parts.filter(Boolean));
   }
 
   #showLearning(progress) {

@@ -5,6 +5,7 @@ import { badge, h, number, words } from "./dom.js";
 import { tokensView } from "./tokens.js";
 
 const PAGE = 20;
+const SHOWN = 48; // characters of a prompt's end
 const FATES = ["trained", "zero_advantage", "masked", "stale", "refused", "not_yet_trained"];
 
 export class SamplesView {
@@ -64,7 +65,7 @@ export class SamplesView {
         "summary",
         {},
         h("span.facts", {}, h("b.reward", {}, `reward ${number(one.reward ?? one.normalized_reward)}`), badge(one.fate), h("span", {}, `batch ${one.batch_index}`), one.staleness != null && h("span", {}, one.staleness === -1 ? "on-policy" : `staleness ${number(one.staleness)}`), h("span", {}, `${one.trained_tokens} of ${one.tokens} tokens trained`), one.matched === false && h("span", {}, "unmatched")),
-        h("span.preview", {}, h("span.context", {}, one.prompt ?? ""), h("span.answer", {}, one.text ?? `sample ${one.id}`)),
+        h("span.preview", {}, one.prompt && h("span.context", {}, endOf(oneLine(one.prompt))), h("span.answer", {}, one.text == null ? `sample ${one.id}` : oneLine(one.text) || "(empty)")),
       ),
       body,
     );
@@ -80,3 +81,6 @@ export class SamplesView {
     }
   }
 }
+
+const oneLine = (text) => text.trim().replace(/\s*\n\s*/g, " ↵ ");
+const endOf = (text) => (text.length > SHOWN ? "…" + text.slice(-SHOWN) : text);
