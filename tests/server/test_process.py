@@ -105,7 +105,9 @@ def test_kill_9_in_the_middle_of_uploads_keeps_all_that_was_acknowledged(serve: 
     threads = [threading.Thread(target=send, args=(worker,)) for worker in range(4)]
     for thread in threads:
         thread.start()
-    time.sleep(1.0)
+    end = time.monotonic() + 30
+    while len(acknowledged) <= 20 and time.monotonic() < end:
+        time.sleep(0.05)
     first.kill()
     for thread in threads:
         thread.join(10)
