@@ -11,7 +11,11 @@ from upweight.server.process import Ready
 
 
 def test_the_first_start_says_address_home_key_and_next_steps(server_home: Path) -> None:
-    lines = (server_home / "printed").read_text().splitlines()
+    end = time.monotonic() + 10
+    while "stop:" not in (printed := (server_home / "printed").read_text()):
+        assert time.monotonic() < end, printed
+        time.sleep(0.05)
+    lines = printed.splitlines()
     key = (server_home / "api_key").read_text().strip()
     assert lines[0].startswith("upweight server: http://127.0.0.1:")
     assert lines[0].endswith(f"home {server_home}")

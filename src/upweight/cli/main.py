@@ -16,7 +16,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from upweight import __version__
-from upweight.cli import jobs
+from upweight.cli import jobs, keys
 from upweight.cli.checks import home
 from upweight.cli.demo_command import demo
 from upweight.errors import UpweightError
@@ -30,6 +30,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(jobs.app, name="jobs")
+app.add_typer(keys.app, name="keys")
 
 _FULL_OR_FORBIDDEN = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
 
@@ -137,6 +138,19 @@ def chat(
         raise typer.BadParameter("it needs --prompt", param_hint="--json")
     sampling = Sampling(temperature=temperature, max_tokens=max_tokens, seed=seed)
     run_chat(target, prompt=prompt, system=system, sampling=sampling, as_json=as_json, url=url, key=key)
+
+
+@app.command()
+def backup(
+    folder: Annotated[Path, typer.Argument(help="Where the copy goes; must not exist.")],
+    home: Annotated[Path | None, typer.Option(help="What is copied; else UPWEIGHT_HOME, else ~/.upweight.")] = None,
+) -> None:
+    """Copy store, checkpoints and weights, also while the server runs. `upweight serve --home FOLDER` runs on the copy."""
+    from upweight.cli.checks import home as found
+    from upweight.server.backup import back_up
+
+    made = back_up((home or found()).expanduser(), folder.expanduser())
+    print(f"{made.folder}: {made.jobs} jobs, {made.samples} samples, {made.bytes / 1e6:.0f} MB")
 
 
 app.command()(demo)

@@ -76,7 +76,7 @@ class Home:
             key = self.key_file.read_text().strip()
             if key:
                 return key, False
-        key = "uw-" + secrets.token_urlsafe(32)
+        key = new_key()
         write_atomically(self.key_file, key + "\n", mode=0o600)
         return key, True
 
@@ -121,6 +121,11 @@ def find_server(root: Path) -> FoundServer | None:
     except (OSError, ValueError):  # no file, half a file, or a process that is gone
         return None
     return FoundServer(url=told["url"], pid=told["pid"], api_key=key)
+
+
+def new_key() -> str:
+    """A fresh API key: 256 random bits."""
+    return "uw-" + secrets.token_urlsafe(32)
 
 
 def write_atomically(path: Path, text: str, *, mode: int = 0o644) -> None:

@@ -30,6 +30,9 @@ class Settings(BaseSettings):
         default=50.0, gt=0, description="what the home folder may grow to, in GB (10^9 bytes)"
     )
     max_body_mb: int = Field(default=256, ge=1, description="largest request body; larger ones are answered 413")
+    max_requests_per_second: float | None = Field(
+        default=None, gt=0, description="requests of a project beyond this rate are answered 429; None = no limit"
+    )
 
     worker_command: tuple[str, ...] = Field(
         default=(sys.executable, "-m", "upweight.server.worker"), description="command; the spec's path is appended"

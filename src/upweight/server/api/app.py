@@ -13,6 +13,7 @@ from upweight.server.api import errors, health, inference, job_routes, page, rl_
 from upweight.server.api.context import Parts, ResolveModel
 from upweight.server.ascii_json import AsciiJSON
 from upweight.server.home import Home
+from upweight.server.rates import Rates
 from upweight.server.settings import Settings
 from upweight.server.store import keys, repeats
 from upweight.server.store.database import Database
@@ -58,7 +59,14 @@ async def _start(settings: Settings, resolve_model: ResolveModel) -> Parts:
     await database.write(lambda c: keys.add_key(c, key))
     await database.write(repeats.forget_old)
     supervisor = Supervisor(database, home, settings)
-    parts = Parts(settings=settings, home=home, database=database, supervisor=supervisor, resolve_model=resolve_model)
+    parts = Parts(
+        settings=settings,
+        home=home,
+        database=database,
+        supervisor=supervisor,
+        rates=Rates(settings.max_requests_per_second),
+        resolve_model=resolve_model,
+    )
     await supervisor.start()
     return parts
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -14,6 +15,7 @@ from sqlalchemy import Connection
 
 from upweight.server.contacts import Contacts
 from upweight.server.home import Home
+from upweight.server.rates import Rates
 from upweight.server.refusals import Refusal, invalid
 from upweight.server.settings import Settings
 from upweight.server.store import keys, repeats
@@ -22,6 +24,7 @@ from upweight.server.store.jobs import Job, get_job
 from upweight.server.supervision.supervisor import Supervisor
 
 ResolveModel = Callable[[str], Any]
+KEY_HOLDS = 3.0  # seconds that a key is believed without asking the store: it may be revoked meanwhile
 SMALL_BODY = 64 * 1024  # bytes; parsing less than this is quicker than a trip to a thread
 
 
@@ -33,8 +36,9 @@ class Parts:
     home: Home
     database: Database
     supervisor: Supervisor
+    rates: Rates
     resolve_model: ResolveModel
-    projects: dict[str, str] = field(default_factory=dict)  # hash of a key → its project
+    projects: dict[str, tuple[str, float]] = field(default_factory=dict)  # hash of a key → its project, when read
     contacts: Contacts = field(default_factory=Contacts)
     parsing: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))
 
@@ -47,12 +51,15 @@ async def project_of(request: Request) -> str:
     """The project that the request's key opens. Raises Refusal 401."""
     parts, key = parts_of(request), _key_of(request)
     hashed = keys.hash_key(key)
-    if hashed not in parts.projects:
+    project, read_at = parts.projects.get(hashed, (None, 0.0))
+    if project is None or time.monotonic() - read_at > KEY_HOLDS:
         project = await parts.database.read(lambda c: keys.project_of(c, key))
         if project is None:
+            parts.projects.pop(hashed, None)
             raise Refusal(401, "the API key is not known to this server; use the one in its home folder (file api_key)")
-        parts.projects[hashed] = project
-    return parts.projects[hashed]
+        parts.projects[hashed] = (project, time.monotonic())
+    parts.rates.take(project)
+    return project
 
 
 def _key_of(request: Request) -> str:
