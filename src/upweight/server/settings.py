@@ -30,6 +30,7 @@ class Settings(BaseSettings):
         default=50.0, gt=0, description="what the home folder may grow to, in GB (10^9 bytes)"
     )
     max_body_mb: int = Field(default=256, ge=1, description="largest request body; larger ones are answered 413")
+    max_file_mb: int = Field(default=512, ge=1, description="largest uploaded file; larger ones are answered 413")
 
     worker_command: tuple[str, ...] = Field(
         default=(sys.executable, "-m", "upweight.server.worker"), description="command; the spec's path is appended"

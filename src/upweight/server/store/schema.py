@@ -58,6 +58,21 @@ jobs = Table(
     Column("weights", String),
 )
 
+files = Table(
+    "files",
+    metadata,
+    Column("seq", Integer, primary_key=True, autoincrement=True),
+    Column("id", String, nullable=False, unique=True),
+    Column("project", String, nullable=False),
+    Column("created_at", Float, nullable=False),
+    Column("filename", String, nullable=False),
+    Column("purpose", String, nullable=False),
+    Column("size", Integer, nullable=False),
+    Column("sha256", LargeBinary, nullable=False),
+    Column("deleted_at", Float),
+    Index("files_of_project", "project", "seq"),
+)
+
 batches = Table(
     "batches",
     metadata,
