@@ -50,6 +50,10 @@ class Home:
     def job_folder(self, job_id: str) -> Path:
         return self.jobs / job_id
 
+    def training_file(self, job_id: str) -> Path:
+        """The job's own copy of the file that it trains on."""
+        return self.job_folder(job_id) / "training.jsonl"
+
     def file(self, file_id: str) -> Path:
         return self.files / file_id
 

@@ -48,10 +48,22 @@ class Job:
         return self.job_status in TERMINAL
 
 
+def new_job_id() -> str:
+    return "ftjob-" + secrets.token_hex(12)
+
+
 def create_job(
-    connection: Connection, *, project: str, model: str, model_path: str, request: dict, settings: dict
+    connection: Connection,
+    *,
+    project: str,
+    model: str,
+    model_path: str,
+    request: dict,
+    settings: dict,
+    job_id: str | None = None,
 ) -> Job:
-    job_id = "ftjob-" + secrets.token_hex(12)
+    """A job that waits for a place. `settings` with `rows` are those of a job whose batches are all there: its file's."""
+    job_id = new_job_id() if job_id is None else job_id
     connection.execute(
         insert(schema.jobs).values(
             id=job_id,
@@ -65,7 +77,7 @@ def create_job(
             settings=settings,
             batch_size=settings["batch_size"],
             total_batches=settings["num_batches"],
-            filled_batches=0,
+            filled_batches=settings["num_batches"] if "rows" in settings else 0,
         )
     )
     add_event(connection, job_id, "job created")

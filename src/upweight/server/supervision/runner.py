@@ -35,7 +35,7 @@ from upweight.server.store.jobs import Job
 from upweight.server.supervision import checkpoints
 from upweight.server.supervision.gate import Gate
 from upweight.server.supervision.memory import microbatch_tokens
-from upweight.server.supervision.training_data import BuiltBatch, build_batch, join_batch
+from upweight.server.supervision.orders import Order, next_order
 from upweight.server.supervision.worker_process import WorkerDied, WorkerProcess, WorkerRefused, start_worker
 from upweight.server.worker_protocol import (
     CheckpointResult,
@@ -43,7 +43,6 @@ from upweight.server.worker_protocol import (
     WorkerMode,
     WorkerSpec,
     WorkerState,
-    encode_batch,
 )
 
 STORE_PAUSE = 5.0  # seconds
@@ -172,6 +171,9 @@ class JobRunner:
         state = worker.state
         if state is None or state.version is None:
             raise JobFailed("wrong_answer", "the worker was ready without a version")
+        job = await self._job()
+        for note in state.notes:
+            await self.database.write(partial(jobs.add_event_once, job_id=self.job_id, message=note, level="warn"))
         newest = await self.database.read(lambda c: versions.newest_version(c, self.job_id))
         if newest is None:
             await self._first_start(state)
@@ -179,8 +181,8 @@ class JobRunner:
         await self._compare(state.version, state.fingerprint or "")
         for index in range(state.version, newest):
             await self._state("loading", f"replays batch {index} (to version {newest})")
-            built = await self._build(index)
-            result = await self._order_training(worker, index, built)
+            order = await next_order(self.database, job, index)
+            result = await self._order_training(worker, order)
             await self._compare(result.version, result.fingerprint)
         if newest == 0:
             await self._event("model loaded: version 0 is served")
@@ -238,41 +240,37 @@ class JobRunner:
 
     async def _train(self, worker: WorkerProcess, index: int) -> None:
         await self._state("training", f"trains batch {index}")
-        built = await self._build(index)
-        result = await self._order_training(worker, index, built)
-        metrics = {**built.metrics, **result.metrics}
-        await self.database.write(lambda c: versions.record_version(c, self.job_id, result, built.sample_seqs, metrics))
+        order = await next_order(self.database, await self._job(), index)
+        result = await self._order_training(worker, order)
+        metrics = {**order.metrics, **result.metrics}
+        await self.database.write(lambda c: versions.record_version(c, self.job_id, result, order.sample_seqs, metrics))
         self._deaths = 0
-        await self._tell_odd_samples(built)
+        await self._tell_odd_samples(order)
         await self._maybe_checkpoint(worker, result.version)
         await self._announce(result.version, {"version": result.version, "fingerprint": result.fingerprint, **metrics})
         await self._judge_skip(result)
         await self._state("running")
 
-    async def _tell_odd_samples(self, built: BuiltBatch) -> None:
+    async def _tell_odd_samples(self, order: Order) -> None:
         """One event per job for each kind of sample that is trained on less than the server could know."""
         texts = {
             "filtered": "samples drawn with top-k, top-p, min-p, penalties or greedily are trained against raw log-probabilities",
             "unmatched": "samples that match no completion of this server are trained with the log-probabilities they bring",
         }
         for kind, text in texts.items():
-            if built.metrics[kind] > 0:
+            if order.metrics.get(kind, 0) > 0:
                 await self.database.write(partial(jobs.add_event_once, job_id=self.job_id, message=text, level="warn"))
 
-    async def _build(self, index: int) -> BuiltBatch:
-        await self.database.write(lambda c: join_batch(c, self.job_id, index))
-        return await self.database.read(lambda c: build_batch(c, self.job_id, index))
-
-    async def _order_training(self, worker: WorkerProcess, index: int, built: BuiltBatch) -> TrainResult:
-        body = await asyncio.to_thread(encode_batch, built.batch)
+    async def _order_training(self, worker: WorkerProcess, order: Order) -> TrainResult:
+        index = order.index
         try:
-            result: TrainResult = await worker.order(f"/train?batch_index={index}", TrainResult, content=body)
+            result: TrainResult = await worker.order(f"/train?batch_index={index}", TrainResult, content=order.body)
         except WorkerRefused as refused:
             await worker.kill(str(refused))
             raise worker.death() from refused
         if not result.fingerprint_ok:
             raise JobFailed("weights_mismatch", f"version {result.version}: the engine's weights are not the trainer's")
-        if result.version != index + 1 or len(result.fates) != built.batch.num_samples:
+        if result.version != index + 1 or len(result.fates) != order.num_samples:
             raise JobFailed(
                 "wrong_answer", f"batch {index} was answered with version {result.version}, {len(result.fates)} fates"
             )
@@ -419,6 +417,7 @@ def worker_spec(job: Job, home: Home, mode: WorkerMode, checkpoint: str | None, 
         model_names=model_names(job),
         method_type=job.method_type,
         settings=job.settings,
+        training_file=str(home.training_file(job.id)) if job.method_type != "reinforcement" else None,
         socket="",  # chosen by start_worker
         folder=str(home.job_folder(job.id)),
         checkpoint=checkpoint,

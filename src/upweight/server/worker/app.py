@@ -80,7 +80,7 @@ class Handlers:
     async def train(self, request: Request) -> Response:
         index = int(request.query_params["batch_index"])
         body = await request.body()
-        result = await asyncio.to_thread(lambda: self.core.train(index, decode_batch(body)))
+        result = await asyncio.to_thread(lambda: self.core.train(index, decode_batch(body) if body else None))
         return _json(result.model_dump())
 
     async def checkpoint(self, request: Request) -> Response:
