@@ -18,7 +18,7 @@ import socketserver
 import sys
 import threading
 import time
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,29 @@ BEHAVIOUR = json.loads(Path(sys.argv[1]).read_text())
 SPEC = json.loads(Path(sys.argv[2]).read_text())
 FOLDER = Path(SPEC["folder"])
 HUNG = threading.Event()
+
+
+@dataclass
+class FileBatch:
+    """What the real worker reads itself: which rows of the file come next."""
+
+    index: int
+    num_samples: int
+    file: bytes
+
+
+def rows_of_file(index: int) -> FileBatch:
+    settings = SPEC["settings"]
+    rows, size = settings["rows"], settings["batch_size"]
+    count = min(size, rows - index % -(-rows // size) * size)
+    return FileBatch(index, count, Path(SPEC["training_file"]).read_bytes())
+
+
+def batch_metrics(batch: Any) -> dict[str, float]:
+    if isinstance(batch, FileBatch):
+        count = float(batch.num_samples)
+        return {"samples_trained": count, "samples_masked": 0.0, "trained_tokens": 3 * count}
+    return {"matched": float(batch.matched.sum()), "temperature": float(batch.temperature[batch.mask > 0][0])}
 
 
 class Weights:
@@ -42,7 +65,8 @@ class Weights:
         if not BEHAVIOUR.get("skip_updates"):
             digest = hashlib.sha256(self.fingerprint.encode())
             for field in fields(batch):
-                digest.update(getattr(batch, field.name).tobytes())
+                value = getattr(batch, field.name)
+                digest.update(value.tobytes() if hasattr(value, "tobytes") else repr(value).encode())
             if BEHAVIOUR.get("corrupt_after_restart") and self.restarted():
                 digest.update(b"other")
             self.fingerprint = digest.hexdigest()
@@ -132,7 +156,7 @@ class Handler(BaseHTTPRequestHandler):
             return self.answer({"detail": f"version is {WEIGHTS.version}"}, 409)
         from upweight.server.worker_protocol import decode_batch  # on use: most tests wait for the start only
 
-        batch = decode_batch(body)
+        batch = decode_batch(body) if body else rows_of_file(index)
         time.sleep(BEHAVIOUR.get("train_seconds", 0))
         if index in BEHAVIOUR.get("hang_in_training", []) and not WEIGHTS.restarted():
             HUNG.set()
@@ -150,12 +174,7 @@ class Handler(BaseHTTPRequestHandler):
                 "fingerprint": WEIGHTS.fingerprint,
                 "fingerprint_ok": True,
                 "update_skipped": bool(BEHAVIOUR.get("skip_updates")),
-                "metrics": {
-                    "loss": 0.5,
-                    "mismatch_max": 0.0,
-                    "matched": float(batch.matched.sum()),
-                    "temperature": float(batch.temperature[batch.mask > 0][0]),
-                },
+                "metrics": {"loss": 0.5, "mismatch_max": 0.0, **batch_metrics(batch)},
                 "fates": fates,
                 "seconds": 0.01,
             }

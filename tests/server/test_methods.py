@@ -98,8 +98,10 @@ def test_refusals_name_field_value_and_remedy(settings: dict[str, Any], words: l
     ("method", "word"),
     [
         (None, "must be an object"),
-        ({"type": "dpo", "dpo": {}}, "method type 'dpo' is not offered by this server yet; offered: reinforcement"),
-        ({"type": "spec-draft"}, "not offered"),
+        (
+            {"type": "spec-draft"},
+            "'spec-draft' is not offered by this server yet; offered: reinforcement, supervised, dpo",
+        ),
         ({"type": "reinforce"}, "unknown; known: reinforcement"),
         ({"type": "reinforcement", "reinforcment": {}}, "nearest known one is 'reinforcement'"),
         ({"type": "reinforcement"}, "batch_size is required"),

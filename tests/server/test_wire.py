@@ -88,7 +88,7 @@ def test_the_method_may_lie_in_extra_body(shared: Running) -> None:
     ("body", "loc", "words"),
     [
         ({"method": method(learning_rat=1)}, "learning_rat", "learning_rate"),
-        ({"method": {"type": "supervised", "supervised": {}}}, "type", "offered: reinforcement"),
+        ({"method": {"type": "spec-draft", "spec_draft": {}}}, "type", "offered: reinforcement, supervised, dpo"),
         ({}, "method", "method is missing"),
         ({"model": "nowhere", "method": method()}, "model", "not on this machine"),
         ({"model": 3, "method": method()}, "model", "name or folder"),

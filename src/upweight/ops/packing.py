@@ -64,9 +64,14 @@ class _Block:
 
 
 def pack(
-    batch: TrainBatch, *, only: np.ndarray | None = None, share_context: bool = True, max_row: int = 4096
+    batch: TrainBatch,
+    *,
+    only: np.ndarray | None = None,
+    share_context: bool = True,
+    share_rows: bool = True,
+    max_row: int = 4096,
 ) -> PackedBatch:
-    """Packs the samples (all, or those listed in `only`) that have at least one target.
+    """Packs the samples (all, or those listed in `only`) that have at least one target. Without `share_rows`, one block a row.
 
     No row is longer than the bucket of `max_row`, unless a single sample is.
     """
@@ -74,7 +79,7 @@ def pack(
     blocks = _blocks(batch, chosen, share_context, max_row)
     longest = max((block.size for block in blocks), default=1)
     width = bucket(longest)
-    rows = _fill_rows(blocks, width)
+    rows = _fill_rows(blocks, width) if share_rows else [[block] for block in blocks]
     return _lay_out(batch, rows, width)
 
 

@@ -28,9 +28,10 @@ def anthropic_error_body(status: int, message: str) -> dict[str, Any]:
     return {"type": "error", "detail": message, "error": {"type": kind, "message": message}}
 
 
-def is_inference(path: str) -> bool:
-    """Whether a public route answers in the forms that clients of inference APIs read."""
-    return "/inference/" in path or path.startswith(("/v1/chat/", "/v1/completions", "/v1/messages", "/v1/models"))
+def reads_error_objects(path: str) -> bool:
+    """Whether clients of OpenAI's or Anthropic's APIs use the public route: they show nothing of a body without `error`."""
+    theirs = ("/v1/chat/", "/v1/completions", "/v1/messages", "/v1/models", "/v1/files", "/v1/fine_tuning/")
+    return "/inference/" in path or path.startswith(theirs)
 
 
 def is_anthropic(path: str) -> bool:

@@ -29,6 +29,7 @@ class Home:
         self.root = root
         self.store = root / "store.sqlite3"
         self.jobs = root / "jobs"
+        self.files = root / "files"  # uploaded ones, each under its id
         self.logs = root / "logs"
         self.cache = root / "cache"
         self.run = root / "run"  # sockets and specs of the workers that run now
@@ -36,7 +37,7 @@ class Home:
         self.server_file = root / "server.json"
         self._lock: int | None = None
         try:
-            for folder in (root, self.jobs, self.logs, self.cache, self.run):
+            for folder in (root, self.jobs, self.files, self.logs, self.cache, self.run):
                 folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             probe = root / f".probe-{os.getpid()}"
             probe.touch()
@@ -48,6 +49,13 @@ class Home:
 
     def job_folder(self, job_id: str) -> Path:
         return self.jobs / job_id
+
+    def training_file(self, job_id: str) -> Path:
+        """The job's own copy of the file that it trains on."""
+        return self.job_folder(job_id) / "training.jsonl"
+
+    def file(self, file_id: str) -> Path:
+        return self.files / file_id
 
     def lock(self) -> None:
         """Own this home until `unlock` or the end of the process. Raises StoreError if another server does."""
@@ -136,6 +144,15 @@ def write_atomically(path: Path, text: str, *, mode: int = 0o644) -> None:
         file.flush()
         os.fsync(file.fileno())
     aside.replace(path)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in `folder` durable: those that were given and those that were taken away."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def model_bytes(path: Path) -> int:

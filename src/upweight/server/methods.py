@@ -30,7 +30,7 @@ Algorithm = Literal[
 REWARD_ALGORITHMS = frozenset({"ppo", "reinforce", "reinforce_pp"})
 
 OFFERED: dict[str, tuple[str, ...]] = {
-    "type": ("reinforcement",),
+    "type": ("reinforcement", "supervised", "dpo"),
     "algorithm": ("grpo", "dr_grpo", "dapo", "bnpo", "gspo", "cispo", "rloo"),
     "advantage": ("given", "group"),
     "correction": ("none", "truncated"),
@@ -41,7 +41,7 @@ LORA_TARGETS = ("all-linear", "attention", "mlp")
 METHOD_TYPES = ("reinforcement", "dpo", "supervised", "spec-draft")
 
 
-class _Strict(BaseModel):
+class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
@@ -49,18 +49,18 @@ LARGEST = 2**31 - 1  # beyond it neither the store nor the arrays can count
 Int = Annotated[int, Field(le=LARGEST)]
 
 
-class Lora(_Strict):
+class Lora(Strict):
     rank: Int = Field(default=16, ge=1)
     alpha: float = Field(default=32, gt=0)
     targets: str | list[str] = "all-linear"
 
 
-class Sampling(_Strict):
+class Sampling(Strict):
     max_tokens: Int = Field(default=256, ge=1)
     max_context: Int | None = Field(default=None, ge=1)
 
 
-class Critic(_Strict):
+class Critic(Strict):
     kind: Literal["value_head"] = "value_head"
     learning_rate: float = Field(default=1e-5, ge=0)
     gamma: float = Field(default=1.0, ge=0, le=1)
@@ -68,13 +68,13 @@ class Critic(_Strict):
     warmup_batches: Int = Field(default=0, ge=0)
 
 
-class Budget(_Strict):
+class Budget(Strict):
     max_seconds: float | None = Field(default=None, gt=0)
     max_samples: Int | None = Field(default=None, ge=1)
     max_tokens: Int | None = Field(default=None, ge=1)
 
 
-class Reinforcement(_Strict):
+class Reinforcement(Strict):
     batch_size: Int = Field(ge=1, description="samples per batch = capacity of a batch on the wire")
     num_batches: Int | None = Field(default=None, ge=1, description="None = until cancelled or a budget is used up")
     algorithm: Algorithm = "grpo"
@@ -158,11 +158,11 @@ def parse_method(method: object, *, loc: tuple[str | int, ...] = ("body", "metho
         raise _not_offered((*loc, "type"), "method type", str(kind), OFFERED["type"])
     for key in method:
         if key not in ("type", kind):
-            raise _refuse((*loc, key), _unknown_key(str(key), ["type", str(kind)]), "extra_forbidden")
+            raise _refuse((*loc, key), unknown_key(str(key), ["type", str(kind)]), "extra_forbidden")
     try:
         parsed = Reinforcement.model_validate_json(json.dumps(method.get("reinforcement", {})))
     except ValidationError as error:
-        raise Refusal(422, [_describe(item, (*loc, "reinforcement")) for item in error.errors()]) from error
+        raise Refusal(422, [describe(item, (*loc, "reinforcement")) for item in error.errors()]) from error
     for field in ("algorithm", "advantage", "correction"):
         if getattr(parsed, field) not in OFFERED[field]:
             raise _not_offered((*loc, "reinforcement", field), field, getattr(parsed, field), OFFERED[field])
@@ -185,17 +185,17 @@ def _refuse(loc: tuple[str | int, ...], message: str, kind: str = "value_error")
     return Refusal(422, [problem(loc, message, kind)])
 
 
-def _unknown_key(key: str, known: list[str]) -> str:
+def unknown_key(key: str, known: list[str]) -> str:
     nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
     return f"unknown key {key!r}; the nearest known one is {nearest[0]!r}"
 
 
-def _describe(item: Any, loc: tuple[str | int, ...]) -> dict[str, Any]:
+def describe(item: Any, loc: tuple[str | int, ...], root: type[BaseModel] = Reinforcement) -> dict[str, Any]:
     """One pydantic problem as an answer's entry that names field, value and range."""
     path = tuple(item["loc"])
     place = (*loc, *path)
     if item["type"] == "extra_forbidden":
-        return problem(place, _unknown_key(str(path[-1]), _keys_at(path[:-1])), "extra_forbidden")
+        return problem(place, unknown_key(str(path[-1]), _keys_at(path[:-1], root)), "extra_forbidden")
     field = ".".join(str(part) for part in path)
     message = item["msg"].removeprefix("Value error, ")
     if not field:
@@ -208,6 +208,6 @@ def _describe(item: Any, loc: tuple[str | int, ...]) -> dict[str, Any]:
 _NESTED: dict[str, type[BaseModel]] = {"lora": Lora, "sampling": Sampling, "critic": Critic, "budget": Budget}
 
 
-def _keys_at(path: tuple[str | int, ...]) -> list[str]:
-    model: type[BaseModel] = _NESTED.get(str(path[0]), Reinforcement) if path else Reinforcement
+def _keys_at(path: tuple[str | int, ...], root: type[BaseModel]) -> list[str]:
+    model = _NESTED.get(str(path[0]), root) if path else root
     return list(model.model_fields)

@@ -6,7 +6,7 @@ holds the store and never imports JAX. They talk HTTP over a Unix socket:
 | route | body | answer |
 |---|---|---|
 | GET  /state | – | `WorkerState` |
-| POST /train?batch_index=K | `encode_batch(TrainBatch)` | `TrainResult`; 409 when K is not the worker's version |
+| POST /train?batch_index=K | `encode_batch(TrainBatch)`; empty = the batch K of the spec's `training_file` | `TrainResult`; 409 when K is not the worker's version |
 | POST /checkpoint | – | `CheckpointResult`: complete on disk |
 | POST /export | `{"path": folder}` | `{"path": folder}`: Hugging Face folder of the present weights |
 | GET  /stats | – | counters of the engine, recent requests among them |
@@ -52,9 +52,11 @@ class WorkerSpec(BaseModel):
     model_names: list[str] = Field(
         description="names under which requests may ask for the model; the first is reported"
     )
-    reinforcement: dict[str, Any] | None = Field(
-        default=None, description="the validated method object, defaults filled in"
+    method_type: str = Field(default="reinforcement", description="reinforcement, supervised or dpo")
+    settings: dict[str, Any] = Field(
+        default_factory=dict, description="what the job trains with: the validated method, defaults filled in"
     )
+    training_file: str | None = Field(default=None, description="what a job that trains on a file trains on")
     socket: str = Field(description="path of the Unix socket to listen on")
     folder: str = Field(description="the job's own folder; checkpoints go to folder/checkpoints")
     checkpoint: str | None = Field(
@@ -86,6 +88,7 @@ class WorkerState(BaseModel):
     fingerprint: str | None = None
     peak_memory_bytes: int = 0
     cpu_seconds: float = 0.0
+    notes: list[str] = Field(default_factory=list, description="what the job's events should tell, once each")
     stats: dict[str, float] = Field(default_factory=dict, description="engine counters: tokens, active, waiting, …")
 
 

@@ -9,13 +9,23 @@ from typing import Any
 from fastapi import FastAPI
 
 from upweight import __version__
-from upweight.server.api import errors, health, inference, job_routes, page, rl_routes, sample_routes, stats
+from upweight.server.api import (
+    errors,
+    file_routes,
+    health,
+    inference,
+    job_routes,
+    page,
+    rl_routes,
+    sample_routes,
+    stats,
+)
 from upweight.server.api.context import Parts, ResolveModel
 from upweight.server.ascii_json import AsciiJSON
 from upweight.server.home import Home
 from upweight.server.rates import Rates
 from upweight.server.settings import Settings
-from upweight.server.store import keys, repeats
+from upweight.server.store import files, keys, repeats
 from upweight.server.store.database import Database
 from upweight.server.supervision.supervisor import Supervisor
 
@@ -42,7 +52,7 @@ def create_app(settings: Settings, *, resolve_model: ResolveModel | None = None)
         openapi_url=None,
     )
     errors.install(app)
-    for module in (page, health, job_routes, rl_routes, sample_routes, inference, stats):
+    for module in (page, health, file_routes, job_routes, rl_routes, sample_routes, inference, stats):
         app.include_router(module.router)
     return app
 
@@ -58,6 +68,7 @@ async def _start(settings: Settings, resolve_model: ResolveModel) -> Parts:
     key, _ = home.api_key()
     await database.write(lambda c: keys.add_key(c, key))
     await database.write(repeats.forget_old)
+    await database.read(lambda c: _drop_nameless(home, files.present_ids(c)))
     supervisor = Supervisor(database, home, settings)
     parts = Parts(
         settings=settings,
@@ -69,6 +80,13 @@ async def _start(settings: Settings, resolve_model: ResolveModel) -> Parts:
     )
     await supervisor.start()
     return parts
+
+
+def _drop_nameless(home: Home, known: set[str]) -> None:
+    """Files that no row names: of uploads and deletions that a kill cut short."""
+    for path in home.files.iterdir():
+        if path.name not in known:
+            path.unlink()
 
 
 async def _stop(parts: Parts) -> None:

@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect
 
 from upweight.errors import StoreError
 from upweight.server.ascii_json import AsciiJSON
-from upweight.server.error_bodies import anthropic_error_body, error_body, is_anthropic, is_inference
+from upweight.server.error_bodies import anthropic_error_body, error_body, is_anthropic, reads_error_objects
 from upweight.server.reasons import reason_header
 from upweight.server.refusals import Refusal
 
@@ -24,7 +24,7 @@ RETRY_AFTER = {503: "2", 429: "1"}  # seconds
 
 def answer(request: Request, status: int, detail: Any, **extra: Any) -> AsciiJSON:
     content = {"detail": detail, **extra}
-    if is_inference(request.url.path):
+    if reads_error_objects(request.url.path):
         content = both_forms(request, status, content)
     headers = reason_header(text_of(detail))
     if status in RETRY_AFTER:

@@ -7,6 +7,7 @@ from typing import Any
 from sqlalchemy import Connection, Row
 
 from upweight.server.api.progress import explain
+from upweight.server.file_methods import CONTRACT_CONTEXT
 from upweight.server.refusals import not_found
 from upweight.server.store import batches, versions
 from upweight.server.store.jobs import TERMINAL, Job
@@ -25,18 +26,17 @@ def job_answer(connection: Connection, job: Job) -> dict[str, Any]:
         "created_at": int(job.created_at),
         "finished_at": int(job.finished_at) if job.finished_at is not None else None,
         "model": job.model,
+        "fine_tuned_model": job.id if job.weights is not None else None,  # what requests to /v1 call it
         "status": job.job_status if job.job_status in PUBLIC_STATES else "running",
         "error": job.error,
         "training_file": request.get("training_file", ""),
         "validation_file": request.get("validation_file"),
-        "hyperparameters": None,
-        "method": None,  # an unmodified public client knows no reinforcement method; it is in training_method
-        "training_method": {"type": "reinforcement", "reinforcement": job.reinforcement},
+        **_method_answer(job),
         "integrations": None,
         "from_checkpoint": None,
         "organization_id": "",
         "result_files": [],
-        "seed": job.reinforcement["seed"],
+        "seed": job.settings["seed"],
         "suffix": request.get("suffix"),
         "tags": request.get("tags"),
         "trained_tokens": int(versions.total(connection, job.id, "trained_tokens")),
@@ -47,6 +47,22 @@ def job_answer(connection: Connection, job: Job) -> dict[str, Any]:
         "job_status": job.job_status,
         "reason": explain(job, current.sample_count if current is not None else 0),
         "weights": job.weights,
+    }
+
+
+def _method_answer(job: Job) -> dict[str, Any]:
+    """The method as every client can read it, and whole in `training_method`."""
+    kind, settings = job.method_type, job.settings
+    if kind == "reinforcement":
+        return {"hyperparameters": None, "method": None, "training_method": {"type": kind, kind: settings}}
+    given = settings["hyperparameters"]
+    whole = {"type": kind, kind: {"hyperparameters": given}}
+    # An unmodified public client knows supervised methods alone, and of those no context below the contract's.
+    plain = kind == "supervised" and given["context_length"] >= CONTRACT_CONTEXT
+    return {
+        "hyperparameters": given if plain else None,
+        "method": whole if plain else None,
+        "training_method": whole,
     }
 
 

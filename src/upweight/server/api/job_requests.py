@@ -9,15 +9,16 @@ from typing import Any
 
 from upweight.errors import ModelError
 from upweight.server.api.context import Parts
+from upweight.server.file_methods import FILE_TYPES, FileMethod, parse_file_method
 from upweight.server.home import model_bytes
-from upweight.server.methods import Reinforcement, parse_method
+from upweight.server.methods import LARGEST, Reinforcement, parse_method
 from upweight.server.refusals import Refusal, invalid
 
 KNOWN_FIELDS = frozenset(
     {"model", "training_file", "validation_file", "from_checkpoint", "hyperparameters", "method", "integrations"}
     | {"seed", "suffix", "tags", "extra_body", "ai_project_id"}
 )
-NOT_USED = ("hyperparameters", "integrations", "validation_file")  # known, but without effect on a reinforcement job
+NOT_USED = ("integrations", "validation_file")  # known, but without effect
 LONGEST_SUFFIX = 64
 GB = 1e9
 
@@ -25,7 +26,7 @@ GB = 1e9
 @dataclass(frozen=True, kw_only=True)
 class WantedJob:
     model: str
-    reinforcement: Reinforcement
+    method: Reinforcement | FileMethod
     kept: dict[str, Any]
     warnings: list[str]
 
@@ -50,17 +51,21 @@ def parse_request(request: dict[str, Any]) -> WantedJob:
     method = _method_of(request)
     kept = {name: request.get(name) for name in ("training_file", "validation_file", "suffix", "tags")}
     kept["training_file"] = kept["training_file"] or ""
+    method_type = method.type if isinstance(method, FileMethod) else "reinforcement"
+    kept["method_type"] = method_type
     kept["unknown"] = {name: value for name, value in request.items() if name not in KNOWN_FIELDS}
-    return WantedJob(model=model, reinforcement=method, kept=kept, warnings=_warnings(request))
+    return WantedJob(model=model, method=method, kept=kept, warnings=_warnings(request, method_type))
 
 
-def _method_of(request: dict[str, Any]) -> Reinforcement:
+def _method_of(request: dict[str, Any]) -> Reinforcement | FileMethod:
     nested = request.get("extra_body")
     inner = nested.get("method") if isinstance(nested, dict) else None
     outer = request.get("method")
     if outer is not None and inner is not None and outer != inner:
         raise invalid(("body", "method"), "method and extra_body.method differ; send one of them")
     method, loc = (outer, ("body", "method")) if outer is not None else (inner, ("body", "extra_body", "method"))
+    if method is None and request.get("training_file"):
+        method = {"type": "supervised"}  # what the contract means by a file without a method
     if method is None:
         raise invalid(
             ("body", "method"),
@@ -68,14 +73,34 @@ def _method_of(request: dict[str, Any]) -> Reinforcement:
             "missing",
         )
     seed = request.get("seed")
+    if isinstance(method, dict) and method.get("type") in FILE_TYPES:
+        return parse_file_method(_with_hyperparameters(request, method), _seed(seed), loc=loc)
     if isinstance(method, dict) and isinstance(settings := method.get("reinforcement"), dict) and seed is not None:
         method = {**method, "reinforcement": {"seed": seed, **settings}}
     return parse_method(method, loc=loc)
 
 
-def _warnings(request: dict[str, Any]) -> list[str]:
+def _seed(seed: object) -> int | None:
+    if seed is None or (isinstance(seed, int) and not isinstance(seed, bool) and 0 <= seed <= LARGEST):
+        return seed
+    raise invalid(("body", "seed"), f"seed = {seed!r}: an integer from 0 to {LARGEST} is needed")
+
+
+def _with_hyperparameters(request: dict[str, Any], method: dict[str, Any]) -> dict[str, Any]:
+    """A supervised method with those of the request's own field, which clients without a method object use."""
+    given, outer = request.get("hyperparameters"), method.get("supervised")
+    if given is None or method["type"] != "supervised" or not isinstance(outer, dict | None):
+        return method
+    inner = (outer or {}).get("hyperparameters")
+    if inner is not None and inner != given:
+        raise invalid(("body", "hyperparameters"), "hyperparameters and those of the method differ; send one of them")
+    return {**method, "supervised": {**(outer or {}), "hyperparameters": given}}
+
+
+def _warnings(request: dict[str, Any], method_type: str) -> list[str]:
     unknown = [f"unknown field {name!r} was ignored" for name in request if name not in KNOWN_FIELDS]
-    unused = [f"field {name!r} has no effect on a reinforcement job" for name in NOT_USED if request.get(name)]
+    names = NOT_USED if method_type == "supervised" else ("hyperparameters", *NOT_USED)
+    unused = [f"field {name!r} has no effect on a {method_type} job" for name in names if request.get(name)]
     return unknown + unused
 
 
@@ -88,14 +113,14 @@ async def resolve_model(parts: Parts, model: str) -> tuple[str, str]:
     return str(Path(source.path).absolute()), getattr(source, "name", model)
 
 
-async def refuse_without_room(parts: Parts, model_path: str, wanted: WantedJob) -> None:
+async def refuse_without_room(parts: Parts, model_path: str, settings: dict[str, Any]) -> None:
     """Refuse (422) a job whose checkpoints and weights would not fit into the disk budget or the free space."""
-    keep = wanted.reinforcement.keep_checkpoints
+    keep = settings["keep_checkpoints"]
     full, used = await asyncio.gather(
         asyncio.to_thread(model_bytes, Path(model_path)), asyncio.to_thread(parts.home.bytes_used)
     )
     # A checkpoint holds parameters and two optimizer moments; one more exists while the next is written; then the export.
-    per_checkpoint = full if wanted.reinforcement.lora else 3 * full
+    per_checkpoint = full if settings["lora"] else 3 * full
     needed = per_checkpoint * (keep + 1) + full
     budget, free = parts.settings.disk_budget_gb * GB - used, parts.home.bytes_free()
     if needed > min(budget, free):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import shutil
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
 
+from upweight.server.api import training_files
 from upweight.server.api.context import (
     JobOf,
+    Parts,
     PartsOf,
     ProjectOf,
     answered_before,
@@ -17,7 +21,8 @@ from upweight.server.api.context import (
 )
 from upweight.server.api.job_answers import checkpoint_answer, checkpoint_version, job_answer
 from upweight.server.api.job_requests import parse_request, refuse_without_room, resolve_model
-from upweight.server.refusals import not_found
+from upweight.server.file_methods import FileMethod
+from upweight.server.refusals import Refusal, not_found
 from upweight.server.store import jobs, versions
 
 router = APIRouter(prefix="/v1/fine_tuning/jobs")
@@ -33,25 +38,47 @@ async def create(request: Request, parts: PartsOf, project: ProjectOf) -> dict[s
         return first
     wanted = parse_request(parse_json(body))
     model_path, model_name = await resolve_model(parts, wanted.model)
-    await refuse_without_room(parts, model_path, wanted)
+    file = None
+    if isinstance(wanted.method, FileMethod):
+        file = await training_files.take(parts, project, wanted.kept["training_file"], wanted.method, model_path)
+        settings = file.settings
+    else:
+        settings = wanted.method.model_dump(mode="json")
+    await refuse_without_room(parts, model_path, settings)
+    job_id = jobs.new_job_id()
+    if file is not None:
+        await asyncio.to_thread(training_files.keep, file, parts.home.training_file(job_id))
 
     def effect(connection: Any) -> dict[str, Any]:
         job = jobs.create_job(
             connection,
+            job_id=job_id,
             project=project,
             model=wanted.model,
             model_path=model_path,
             request={**wanted.kept, "model_name": model_name},
-            reinforcement=wanted.reinforcement.model_dump(mode="json"),
+            settings=settings,
         )
-        for warning in wanted.warnings:
+        for warning in [*wanted.warnings, *(file.notes if file is not None else ())]:
             jobs.add_event(connection, job.id, warning, level="warn")
         return job_answer(connection, job)
 
-    answer, is_new = await write_once(request, project, body, effect)
-    if is_new:
-        parts.supervisor.submit(answer["id"])
+    is_new = False
+    try:
+        answer, is_new = await write_once(request, project, body, effect)
+    except Refusal:
+        await _drop_copy(parts, file, job_id)
+        raise
+    if not is_new:
+        await _drop_copy(parts, file, job_id)
+        return answer
+    parts.supervisor.submit(answer["id"])
     return answer
+
+
+async def _drop_copy(parts: Parts, file: training_files.TrainingFile | None, job_id: str) -> None:
+    if file is not None:
+        await asyncio.to_thread(shutil.rmtree, parts.home.job_folder(job_id))
 
 
 @router.get("")

@@ -32,10 +32,16 @@ def progress(connection: Connection, job: Job, worker: WorkerProcess | None, sin
         "in_batch": in_batch,
         "versions": [_version(row) for row in versions.versions_since(connection, job.id, since)],
         "client_metrics": jobs.client_metrics(connection, job.id),
-        "ledger": versions.ledger(connection, job.id),
+        "ledger": _ledger(connection, job),
         "weights": job.weights,
         "worker": _worker(worker),
     }
+
+
+def _ledger(connection: Connection, job: Job) -> dict[str, int]:
+    if job.method_type == "reinforcement":
+        return versions.ledger(connection, job.id)
+    return versions.file_ledger(connection, job.id, job.settings)
 
 
 def explain(job: Job, in_batch: int) -> str:

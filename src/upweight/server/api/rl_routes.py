@@ -90,7 +90,7 @@ async def submit_samples(
 ) -> dict[str, Any]:
     parts.contacts.note(job.id, "upload")
     body = await read_body(request)
-    needs_task = job.reinforcement["advantage"] == "group"
+    needs_task = job.settings["advantage"] == "group"
     samples = await off_the_loop(parts, len(body), parse_upload, body, needs_task)
     answer, _ = await write_once(
         request, project, body, lambda c: batches.add_samples(c, job.id, project, batch_index, samples)

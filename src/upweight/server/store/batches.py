@@ -52,7 +52,7 @@ def create_batch(connection: Connection, job: Job, index: int) -> dict:
     """Open batch `index`; the same index again returns the batch as it is."""
     if (present := get_batch(connection, job.id, index)) is not None:
         return batch_answer(job, present)
-    _refuse_if_over(job)
+    _refuse_if_closed(job)
     if job.total_batches is not None and index >= job.total_batches:
         raise Refusal(
             409, f"batch {index} does not belong to job {job.id}: it has {job.total_batches} batches (from 0)"
@@ -76,7 +76,7 @@ def add_samples(connection: Connection, job_id: str, project: str, index: int, s
     new = _new_samples(connection, job_id, samples)
     if not new:
         return batch_answer(job, batch)
-    _refuse_if_over(job)
+    _refuse_if_closed(job)
     free = job.batch_size - batch.sample_count
     if len(new) > free:
         raise Refusal(
@@ -90,7 +90,9 @@ def add_samples(connection: Connection, job_id: str, project: str, index: int, s
     return read_batch(connection, job, index)
 
 
-def _refuse_if_over(job: Job) -> None:
+def _refuse_if_closed(job: Job) -> None:
+    if job.method_type != "reinforcement":
+        raise Refusal(409, f"job {job.id} is of type {job.method_type}: it trains on its file and takes no samples")
     if job.job_status in TERMINAL:
         raise Refusal(409, f"job {job.id} is {job.job_status}: it takes no more samples")
 

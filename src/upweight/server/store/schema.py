@@ -48,13 +48,29 @@ jobs = Table(
     Column("model", String, nullable=False),
     Column("model_path", String, nullable=False),
     Column("request", JSON, nullable=False),  # the request's known fields, without secrets
-    Column("reinforcement", JSON, nullable=False),  # the validated method object, defaults filled in
+    # What a job of any kind trains with; the column is older than the other kinds.
+    Column("reinforcement", JSON, key="settings", nullable=False),
     Column("batch_size", Integer, nullable=False),
     Column("total_batches", Integer),
     Column("filled_batches", Integer, nullable=False, default=0),
     Column("inference_version", Integer),
     Column("error", JSON),
     Column("weights", String),
+)
+
+files = Table(
+    "files",
+    metadata,
+    Column("seq", Integer, primary_key=True, autoincrement=True),
+    Column("id", String, nullable=False, unique=True),
+    Column("project", String, nullable=False),
+    Column("created_at", Float, nullable=False),
+    Column("filename", String, nullable=False),
+    Column("purpose", String, nullable=False),
+    Column("size", Integer, nullable=False),
+    Column("sha256", LargeBinary, nullable=False),
+    Column("deleted_at", Float),
+    Index("files_of_project", "project", "seq"),
 )
 
 batches = Table(

@@ -51,7 +51,7 @@ def record_start(connection: Connection, job_id: str, fingerprint: str) -> None:
 def record_version(
     connection: Connection, job_id: str, result: TrainResult, sample_seqs: list[int], metrics: dict[str, float]
 ) -> None:
-    """Store a new version and the fates of its samples (`sample_seqs` in batch order) in one transaction."""
+    """Store a new version and the fates of its samples (`sample_seqs` in batch order; none for a file) in one transaction."""
     _insert_version(
         connection,
         job_id,
@@ -61,6 +61,8 @@ def record_version(
         seconds=result.seconds,
         metrics=metrics,
     )
+    if not sample_seqs:  # rows of a file: their fates are counted in the metrics
+        return
     table = schema.samples
     change = update(table).where(table.c.seq == bindparam("the_seq")).values(fate=bindparam("the_fate"))
     connection.execute(change, [{"the_seq": s, "the_fate": f} for s, f in zip(sample_seqs, result.fates, strict=True)])
@@ -98,3 +100,12 @@ def ledger(connection: Connection, job_id: str) -> dict[str, int]:
     ).where(table.c.job_id == job_id)
     unmatched, filtered = connection.execute(apart).one()
     return {"accepted": accepted, **counts, "unmatched": unmatched, "filtered": filtered}
+
+
+def file_ledger(connection: Connection, job_id: str, settings: dict[str, Any]) -> dict[str, int]:
+    """The same for a job that trains on a file: each row counts once an epoch."""
+    accepted = settings["rows"] * settings["n_epochs"]
+    counts = dict.fromkeys(FATES, 0)
+    counts |= {fate: int(total(connection, job_id, f"samples_{fate}")) for fate in ("trained", "masked")}
+    counts["not_yet_trained"] = accepted - sum(counts.values())
+    return {"accepted": accepted, **counts, "unmatched": 0, "filtered": 0}

@@ -35,7 +35,7 @@ from upweight.server.store.jobs import Job
 from upweight.server.supervision import checkpoints
 from upweight.server.supervision.gate import Gate
 from upweight.server.supervision.memory import microbatch_tokens
-from upweight.server.supervision.training_data import BuiltBatch, build_batch, join_batch
+from upweight.server.supervision.orders import Order, next_order
 from upweight.server.supervision.worker_process import WorkerDied, WorkerProcess, WorkerRefused, start_worker
 from upweight.server.worker_protocol import (
     CheckpointResult,
@@ -43,7 +43,6 @@ from upweight.server.worker_protocol import (
     WorkerMode,
     WorkerSpec,
     WorkerState,
-    encode_batch,
 )
 
 STORE_PAUSE = 5.0  # seconds
@@ -136,7 +135,7 @@ class JobRunner:
         folder = self.home.job_folder(self.job_id)
         folder.mkdir(exist_ok=True)
         await self._state("loading", "starts its worker")
-        if job.reinforcement["microbatch_tokens"] is None:
+        if job.settings["microbatch_tokens"] is None:
             job = await self._fix_microbatch(job)
         spec = worker_spec(job, self.home, WorkerMode.TRAIN, checkpoint, self.settings)
         self.worker = await start_worker(
@@ -149,10 +148,10 @@ class JobRunner:
 
     async def _fix_microbatch(self, job: Job) -> Job:
         """Chosen once and stored, so that a replay on another day sums its gradients in the same order."""
-        free, lora = psutil.virtual_memory().available, job.reinforcement["lora"] is not None
+        free, lora = psutil.virtual_memory().available, job.settings["lora"] is not None
         tokens = await asyncio.to_thread(microbatch_tokens, free, Path(job.model_path), lora=lora)
-        fixed = {**job.reinforcement, "microbatch_tokens": tokens}
-        await self.database.write(lambda c: jobs.set_fields(c, self.job_id, reinforcement=fixed))
+        fixed = {**job.settings, "microbatch_tokens": tokens}
+        await self.database.write(lambda c: jobs.set_fields(c, self.job_id, settings=fixed))
         return await self._job()
 
     def _report_loading(self) -> Callable[[WorkerState], Awaitable[None]]:
@@ -172,6 +171,9 @@ class JobRunner:
         state = worker.state
         if state is None or state.version is None:
             raise JobFailed("wrong_answer", "the worker was ready without a version")
+        job = await self._job()
+        for note in state.notes:
+            await self.database.write(partial(jobs.add_event_once, job_id=self.job_id, message=note, level="warn"))
         newest = await self.database.read(lambda c: versions.newest_version(c, self.job_id))
         if newest is None:
             await self._first_start(state)
@@ -179,8 +181,8 @@ class JobRunner:
         await self._compare(state.version, state.fingerprint or "")
         for index in range(state.version, newest):
             await self._state("loading", f"replays batch {index} (to version {newest})")
-            built = await self._build(index)
-            result = await self._order_training(worker, index, built)
+            order = await next_order(self.database, job, index)
+            result = await self._order_training(worker, order)
             await self._compare(result.version, result.fingerprint)
         if newest == 0:
             await self._event("model loaded: version 0 is served")
@@ -238,41 +240,37 @@ class JobRunner:
 
     async def _train(self, worker: WorkerProcess, index: int) -> None:
         await self._state("training", f"trains batch {index}")
-        built = await self._build(index)
-        result = await self._order_training(worker, index, built)
-        metrics = {**built.metrics, **result.metrics}
-        await self.database.write(lambda c: versions.record_version(c, self.job_id, result, built.sample_seqs, metrics))
+        order = await next_order(self.database, await self._job(), index)
+        result = await self._order_training(worker, order)
+        metrics = {**order.metrics, **result.metrics}
+        await self.database.write(lambda c: versions.record_version(c, self.job_id, result, order.sample_seqs, metrics))
         self._deaths = 0
-        await self._tell_odd_samples(built)
+        await self._tell_odd_samples(order)
         await self._maybe_checkpoint(worker, result.version)
         await self._announce(result.version, {"version": result.version, "fingerprint": result.fingerprint, **metrics})
         await self._judge_skip(result)
         await self._state("running")
 
-    async def _tell_odd_samples(self, built: BuiltBatch) -> None:
+    async def _tell_odd_samples(self, order: Order) -> None:
         """One event per job for each kind of sample that is trained on less than the server could know."""
         texts = {
             "filtered": "samples drawn with top-k, top-p, min-p, penalties or greedily are trained against raw log-probabilities",
             "unmatched": "samples that match no completion of this server are trained with the log-probabilities they bring",
         }
         for kind, text in texts.items():
-            if built.metrics[kind] > 0:
+            if order.metrics.get(kind, 0) > 0:
                 await self.database.write(partial(jobs.add_event_once, job_id=self.job_id, message=text, level="warn"))
 
-    async def _build(self, index: int) -> BuiltBatch:
-        await self.database.write(lambda c: join_batch(c, self.job_id, index))
-        return await self.database.read(lambda c: build_batch(c, self.job_id, index))
-
-    async def _order_training(self, worker: WorkerProcess, index: int, built: BuiltBatch) -> TrainResult:
-        body = await asyncio.to_thread(encode_batch, built.batch)
+    async def _order_training(self, worker: WorkerProcess, order: Order) -> TrainResult:
+        index = order.index
         try:
-            result: TrainResult = await worker.order(f"/train?batch_index={index}", TrainResult, content=body)
+            result: TrainResult = await worker.order(f"/train?batch_index={index}", TrainResult, content=order.body)
         except WorkerRefused as refused:
             await worker.kill(str(refused))
             raise worker.death() from refused
         if not result.fingerprint_ok:
             raise JobFailed("weights_mismatch", f"version {result.version}: the engine's weights are not the trainer's")
-        if result.version != index + 1 or len(result.fates) != built.batch.num_samples:
+        if result.version != index + 1 or len(result.fates) != order.num_samples:
             raise JobFailed(
                 "wrong_answer", f"batch {index} was answered with version {result.version}, {len(result.fates)} fates"
             )
@@ -294,7 +292,7 @@ class JobRunner:
 
     async def _maybe_checkpoint(self, worker: WorkerProcess, version: int) -> None:
         job = await self._job()
-        if version % job.reinforcement["checkpoint_every"] == 0 or version == job.total_batches:
+        if version % job.settings["checkpoint_every"] == 0 or version == job.total_batches:
             try:
                 await self._checkpoint(worker, job)
             except WorkerRefused as refused:
@@ -305,7 +303,7 @@ class JobRunner:
         result: CheckpointResult = await worker.order("/checkpoint", CheckpointResult)
         await self.database.write(lambda c: versions.set_checkpoint(c, self.job_id, result.version, result.path))
         await self._event(f"checkpoint of version {result.version}: {result.path}")
-        keep = job.reinforcement["keep_checkpoints"]
+        keep = job.settings["keep_checkpoints"]
         folder = self.home.job_folder(self.job_id)
         await checkpoints.drop_old(self.database, self.job_id, keep, folder)
 
@@ -314,7 +312,7 @@ class JobRunner:
     async def _why_it_ends(self, job: Job, version: int) -> str | None:
         if job.total_batches is not None and version >= job.total_batches:
             return f"all {job.total_batches} batches are trained"
-        budget = job.reinforcement.get("budget") or {}
+        budget = job.settings.get("budget") or {}
         if not any(budget.values()):
             return None
         spent = {
@@ -329,7 +327,7 @@ class JobRunner:
 
     async def _seconds_left(self) -> float | None:
         job = await self._job()
-        limit = (job.reinforcement.get("budget") or {}).get("max_seconds")
+        limit = (job.settings.get("budget") or {}).get("max_seconds")
         if limit is None:
             return None
         return max(0.0, (job.started_at or time.time()) + limit - time.time()) + 0.01
@@ -417,7 +415,9 @@ def worker_spec(job: Job, home: Home, mode: WorkerMode, checkpoint: str | None, 
         mode=mode,
         model=job.model_path,
         model_names=model_names(job),
-        reinforcement=job.reinforcement,
+        method_type=job.method_type,
+        settings=job.settings,
+        training_file=str(home.training_file(job.id)) if job.method_type != "reinforcement" else None,
         socket="",  # chosen by start_worker
         folder=str(home.job_folder(job.id)),
         checkpoint=checkpoint,

@@ -80,7 +80,7 @@ class Handlers:
     async def train(self, request: Request) -> Response:
         index = int(request.query_params["batch_index"])
         body = await request.body()
-        result = await asyncio.to_thread(lambda: self.core.train(index, decode_batch(body)))
+        result = await asyncio.to_thread(lambda: self.core.train(index, decode_batch(body) if body else None))
         return _json(result.model_dump())
 
     async def checkpoint(self, request: Request) -> Response:
@@ -168,7 +168,7 @@ class Handlers:
     def serving(self) -> Serving:
         """The model as it is read by requests; only once it is loaded."""
         core = self.core
-        sampling = (core.spec.reinforcement or {}).get("sampling") or {}
+        sampling = core.spec.settings.get("sampling") or {}
         tokenizer, vocab_size = core.model.tokenizer, core.model.config.vocab_size
         max_context = min(core.engine.max_context, core.engine.scheduler.capacity)
         return Serving(

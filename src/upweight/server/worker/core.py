@@ -17,6 +17,7 @@ from upweight.errors import TrainingError, UpweightError
 from upweight.inference.engine import Engine
 from upweight.models.layers import Params
 from upweight.online.load_check import check_loaded
+from upweight.server.worker.file_rows import load_rows, row_trainer
 from upweight.server.worker_protocol import (
     CheckpointResult,
     TrainBatch,
@@ -27,7 +28,8 @@ from upweight.server.worker_protocol import (
     WorkerState,
 )
 from upweight.training.checkpoints import load_checkpoint, prune_checkpoints, save_checkpoint
-from upweight.training.policy_trainer import PolicyTrainer
+from upweight.training.policy_trainer import PolicyTrainer, StepReport
+from upweight.training.row_trainer import RowTrainer, optimizer_settings
 from upweight.training.settings import PolicySettings
 from upweight.weights.fingerprint import fingerprint
 from upweight.weights.loading import LoadedModel, load_model, save_model
@@ -50,6 +52,7 @@ class WorkerCore:
         self._failure: BaseException | None = None
         self._order = threading.Lock()  # one train, checkpoint or export at a time
         self._fingerprint: str | None = None
+        self._notes: list[str] = []
         self.model: LoadedModel
         self.engine: Engine
         self.trainer: PolicyTrainer | None = None
@@ -80,11 +83,12 @@ class WorkerCore:
             fingerprint=self._fingerprint,
             peak_memory_bytes=peak_memory_bytes(),
             cpu_seconds=time.process_time(),
+            notes=self._notes,
             stats=_numbers(self.engine.stats()) if loaded else {},
         )
 
-    def train(self, batch_index: int, batch: TrainBatch) -> TrainResult:
-        """Version batch_index + 1. `OutOfOrder` when the batch is not the next one."""
+    def train(self, batch_index: int, batch: TrainBatch | None = None) -> TrainResult:
+        """Version batch_index + 1; without a batch from the job's file. `OutOfOrder` when it is not the next one."""
         self.wait_ready()
         trainer = self._need_trainer()
         with self._order:
@@ -93,7 +97,7 @@ class WorkerCore:
             began = time.monotonic()
             self._enter(WorkerPhase.TRAINING, f"training on batch {batch_index}")
             try:
-                report = trainer.train(batch)
+                report = _train(trainer, batch)
                 handed_over, expected = self._hand_over(trainer.policy_params(), report.version)
             finally:
                 self._enter(WorkerPhase.READY, "")
@@ -116,7 +120,7 @@ class WorkerCore:
             try:
                 folder = Path(self.spec.folder) / "checkpoints"
                 path = save_checkpoint(folder, trainer)
-                keep = (self.spec.reinforcement or {}).get("keep_checkpoints", 3)
+                keep = self.spec.settings.get("keep_checkpoints", 3)
                 prune_checkpoints(folder, keep)
             finally:
                 self._enter(WorkerPhase.READY, "")
@@ -164,7 +168,7 @@ class WorkerCore:
             trainer = self._load_trainer()
             params, version = trainer.policy_params(), trainer.version
             self.trainer = trainer if spec.mode is WorkerMode.TRAIN else None
-        sampling = (spec.reinforcement or {}).get("sampling") or {}
+        sampling = spec.settings.get("sampling") or {}
         self._enter(WorkerPhase.COMPILING, "starting the engine")
         self.engine = Engine(
             self.model.config,
@@ -183,17 +187,40 @@ class WorkerCore:
         self._enter(WorkerPhase.COMPILING, "comparing engine and trainer")
         check_loaded(self.engine, self.trainer)
 
+    def _new_trainer(self) -> PolicyTrainer:
+        """At version 0, of the job's kind; a worker that only serves needs no rows."""
+        spec, model = self.spec, self.model
+        tokens = spec.settings.get("microbatch_tokens") or 8192
+        if spec.method_type == "reinforcement":
+            settings = PolicySettings.from_method(spec.settings)
+        elif spec.mode is WorkerMode.SERVE or spec.training_file is None:
+            settings = optimizer_settings(spec.settings)
+        else:
+            self._enter(WorkerPhase.LOADING, "reading the training file")
+            loaded = load_rows(Path(spec.training_file), spec.method_type, spec.settings, model, self._tell_progress)
+            self._notes = loaded.notes
+            return row_trainer(spec.method_type, spec.settings, model, loaded.rows, microbatch_tokens=tokens)
+        return PolicyTrainer(model.config, model.params, settings, microbatch_tokens=tokens)
+
+    def _tell_progress(self, detail: str) -> None:
+        self._enter(WorkerPhase.LOADING, detail)
+
     def _load_trainer(self) -> PolicyTrainer:
         """At the spec's checkpoint, else at version 0. A worker that only serves needs it to make the weights again."""
-        method = self.spec.reinforcement or {}
         self._enter(WorkerPhase.LOADING, "building the trainer")
-        tokens = method.get("microbatch_tokens") or 8192
-        settings = PolicySettings.from_method(method)
-        trainer = PolicyTrainer(self.model.config, self.model.params, settings, microbatch_tokens=tokens)
+        trainer = self._new_trainer()
         if self.spec.checkpoint is not None:
             self._enter(WorkerPhase.LOADING, f"reading {Path(self.spec.checkpoint).name}")
             load_checkpoint(self.spec.checkpoint, trainer)
         return trainer
+
+
+def _train(trainer: PolicyTrainer, batch: TrainBatch | None) -> StepReport:
+    if isinstance(trainer, RowTrainer):
+        return trainer.train_next()
+    if batch is None:
+        raise TrainingError("this job trains on samples; an order without a batch cannot be followed")
+    return trainer.train(batch)
 
 
 def peak_memory_bytes() -> int:
