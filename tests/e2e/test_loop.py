@@ -89,7 +89,7 @@ def test_a_tensor_withheld_at_hand_over_fails_the_job(tmp_path: Path, tiny_model
         job_id="j",
         model=str(tiny_model_folder),
         model_names=["tiny"],
-        reinforcement={"batch_size": 2, "learning_rate": 1e-2},
+        settings={"batch_size": 2, "learning_rate": 1e-2},
         socket="unused",
         folder=str(tmp_path),
         max_slots=4,

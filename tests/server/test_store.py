@@ -31,7 +31,7 @@ def new_job(database: Database, total: int | None = 4) -> str:
     settings = {"batch_size": B, "num_batches": total}
     return (
         database.submit(
-            lambda c: jobs.create_job(c, project="p", model="m", model_path="/m", request={}, reinforcement=settings)
+            lambda c: jobs.create_job(c, project="p", model="m", model_path="/m", request={}, settings=settings)
         )
         .result()
         .id

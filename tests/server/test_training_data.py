@@ -41,7 +41,7 @@ def packed(id: str, tokens: list[int], logprobs: list[float], mask: list[int], *
 def start_job(database: Database, samples: int) -> str:
     settings = {"batch_size": samples, "num_batches": None}
     job = database.submit(
-        lambda c: jobs.create_job(c, project="p", model="m", model_path="/m", request={}, reinforcement=settings)
+        lambda c: jobs.create_job(c, project="p", model="m", model_path="/m", request={}, settings=settings)
     ).result()
     database.submit(lambda c: batches.create_batch(c, job, 0)).result()
     return job.id

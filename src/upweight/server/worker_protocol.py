@@ -52,8 +52,9 @@ class WorkerSpec(BaseModel):
     model_names: list[str] = Field(
         description="names under which requests may ask for the model; the first is reported"
     )
-    reinforcement: dict[str, Any] | None = Field(
-        default=None, description="the validated method object, defaults filled in"
+    method_type: str = Field(default="reinforcement", description="reinforcement, supervised or dpo")
+    settings: dict[str, Any] = Field(
+        default_factory=dict, description="what the job trains with: the validated method, defaults filled in"
     )
     socket: str = Field(description="path of the Unix socket to listen on")
     folder: str = Field(description="the job's own folder; checkpoints go to folder/checkpoints")

@@ -42,7 +42,7 @@ async def create(request: Request, parts: PartsOf, project: ProjectOf) -> dict[s
             model=wanted.model,
             model_path=model_path,
             request={**wanted.kept, "model_name": model_name},
-            reinforcement=wanted.reinforcement.model_dump(mode="json"),
+            settings=wanted.reinforcement.model_dump(mode="json"),
         )
         for warning in wanted.warnings:
             jobs.add_event(connection, job.id, warning, level="warn")

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, func, insert, select, update
+from sqlalchemy import Connection, Row, func, insert, select, update
 
 from upweight.server.refusals import Refusal, not_found
 from upweight.server.store import schema
@@ -30,7 +30,7 @@ class Job:
     model: str
     model_path: str
     request: dict[str, Any]
-    reinforcement: dict[str, Any]
+    settings: dict[str, Any]  # what it trains with: the validated method, defaults filled in
     batch_size: int
     total_batches: int | None
     filled_batches: int
@@ -39,12 +39,17 @@ class Job:
     weights: str | None
 
     @property
+    def method_type(self) -> str:
+        """reinforcement, supervised or dpo."""
+        return str(self.request.get("method_type", "reinforcement"))
+
+    @property
     def is_over(self) -> bool:
         return self.job_status in TERMINAL
 
 
 def create_job(
-    connection: Connection, *, project: str, model: str, model_path: str, request: dict, reinforcement: dict
+    connection: Connection, *, project: str, model: str, model_path: str, request: dict, settings: dict
 ) -> Job:
     job_id = "ftjob-" + secrets.token_hex(12)
     connection.execute(
@@ -57,9 +62,9 @@ def create_job(
             model=model,
             model_path=model_path,
             request=request,
-            reinforcement=reinforcement,
-            batch_size=reinforcement["batch_size"],
-            total_batches=reinforcement["num_batches"],
+            settings=settings,
+            batch_size=settings["batch_size"],
+            total_batches=settings["num_batches"],
             filled_batches=0,
         )
     )
@@ -72,7 +77,12 @@ def get_job(connection: Connection, job_id: str, project: str | None = None) -> 
     row = connection.execute(select(schema.jobs).where(schema.jobs.c.id == job_id)).first()
     if row is None or (project is not None and row.project != project):
         raise not_found("job", job_id)
-    return Job(**row._mapping)
+    return _job(row)
+
+
+def _job(row: Row) -> Job:
+    # By the keys of the columns: one of them has another name in the table.
+    return Job(**dict(zip(schema.jobs.columns.keys(), row, strict=True)))
 
 
 def list_jobs(connection: Connection, project: str, *, limit: int, after: str | None) -> tuple[list[Job], bool]:
@@ -81,7 +91,7 @@ def list_jobs(connection: Connection, project: str, *, limit: int, after: str | 
     query = select(table).where(table.c.project == project).order_by(table.c.seq.desc()).limit(limit + 1)
     if after is not None:
         query = query.where(table.c.seq < get_job(connection, after, project).seq)
-    found = [Job(**row._mapping) for row in connection.execute(query)]
+    found = [_job(row) for row in connection.execute(query)]
     return found[:limit], len(found) > limit
 
 
@@ -89,7 +99,7 @@ def unfinished_jobs(connection: Connection) -> list[Job]:
     """Jobs that are not in a terminal state, oldest first."""
     table = schema.jobs
     query = select(table).where(table.c.job_status.not_in(TERMINAL)).order_by(table.c.seq)
-    return [Job(**row._mapping) for row in connection.execute(query)]
+    return [_job(row) for row in connection.execute(query)]
 
 
 def set_state(connection: Connection, job_id: str, job_status: str, reason: str = "") -> bool:

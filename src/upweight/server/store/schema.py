@@ -48,7 +48,8 @@ jobs = Table(
     Column("model", String, nullable=False),
     Column("model_path", String, nullable=False),
     Column("request", JSON, nullable=False),  # the request's known fields, without secrets
-    Column("reinforcement", JSON, nullable=False),  # the validated method object, defaults filled in
+    # What a job of any kind trains with; the column is older than the other kinds.
+    Column("reinforcement", JSON, key="settings", nullable=False),
     Column("batch_size", Integer, nullable=False),
     Column("total_batches", Integer),
     Column("filled_batches", Integer, nullable=False, default=0),

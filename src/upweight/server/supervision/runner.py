@@ -136,7 +136,7 @@ class JobRunner:
         folder = self.home.job_folder(self.job_id)
         folder.mkdir(exist_ok=True)
         await self._state("loading", "starts its worker")
-        if job.reinforcement["microbatch_tokens"] is None:
+        if job.settings["microbatch_tokens"] is None:
             job = await self._fix_microbatch(job)
         spec = worker_spec(job, self.home, WorkerMode.TRAIN, checkpoint, self.settings)
         self.worker = await start_worker(
@@ -149,10 +149,10 @@ class JobRunner:
 
     async def _fix_microbatch(self, job: Job) -> Job:
         """Chosen once and stored, so that a replay on another day sums its gradients in the same order."""
-        free, lora = psutil.virtual_memory().available, job.reinforcement["lora"] is not None
+        free, lora = psutil.virtual_memory().available, job.settings["lora"] is not None
         tokens = await asyncio.to_thread(microbatch_tokens, free, Path(job.model_path), lora=lora)
-        fixed = {**job.reinforcement, "microbatch_tokens": tokens}
-        await self.database.write(lambda c: jobs.set_fields(c, self.job_id, reinforcement=fixed))
+        fixed = {**job.settings, "microbatch_tokens": tokens}
+        await self.database.write(lambda c: jobs.set_fields(c, self.job_id, settings=fixed))
         return await self._job()
 
     def _report_loading(self) -> Callable[[WorkerState], Awaitable[None]]:
@@ -294,7 +294,7 @@ class JobRunner:
 
     async def _maybe_checkpoint(self, worker: WorkerProcess, version: int) -> None:
         job = await self._job()
-        if version % job.reinforcement["checkpoint_every"] == 0 or version == job.total_batches:
+        if version % job.settings["checkpoint_every"] == 0 or version == job.total_batches:
             try:
                 await self._checkpoint(worker, job)
             except WorkerRefused as refused:
@@ -305,7 +305,7 @@ class JobRunner:
         result: CheckpointResult = await worker.order("/checkpoint", CheckpointResult)
         await self.database.write(lambda c: versions.set_checkpoint(c, self.job_id, result.version, result.path))
         await self._event(f"checkpoint of version {result.version}: {result.path}")
-        keep = job.reinforcement["keep_checkpoints"]
+        keep = job.settings["keep_checkpoints"]
         folder = self.home.job_folder(self.job_id)
         await checkpoints.drop_old(self.database, self.job_id, keep, folder)
 
@@ -314,7 +314,7 @@ class JobRunner:
     async def _why_it_ends(self, job: Job, version: int) -> str | None:
         if job.total_batches is not None and version >= job.total_batches:
             return f"all {job.total_batches} batches are trained"
-        budget = job.reinforcement.get("budget") or {}
+        budget = job.settings.get("budget") or {}
         if not any(budget.values()):
             return None
         spent = {
@@ -329,7 +329,7 @@ class JobRunner:
 
     async def _seconds_left(self) -> float | None:
         job = await self._job()
-        limit = (job.reinforcement.get("budget") or {}).get("max_seconds")
+        limit = (job.settings.get("budget") or {}).get("max_seconds")
         if limit is None:
             return None
         return max(0.0, (job.started_at or time.time()) + limit - time.time()) + 0.01
@@ -417,7 +417,8 @@ def worker_spec(job: Job, home: Home, mode: WorkerMode, checkpoint: str | None, 
         mode=mode,
         model=job.model_path,
         model_names=model_names(job),
-        reinforcement=job.reinforcement,
+        method_type=job.method_type,
+        settings=job.settings,
         socket="",  # chosen by start_worker
         folder=str(home.job_folder(job.id)),
         checkpoint=checkpoint,

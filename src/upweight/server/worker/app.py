@@ -168,7 +168,7 @@ class Handlers:
     def serving(self) -> Serving:
         """The model as it is read by requests; only once it is loaded."""
         core = self.core
-        sampling = (core.spec.reinforcement or {}).get("sampling") or {}
+        sampling = core.spec.settings.get("sampling") or {}
         tokenizer, vocab_size = core.model.tokenizer, core.model.config.vocab_size
         max_context = min(core.engine.max_context, core.engine.scheduler.capacity)
         return Serving(

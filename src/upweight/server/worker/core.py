@@ -116,7 +116,7 @@ class WorkerCore:
             try:
                 folder = Path(self.spec.folder) / "checkpoints"
                 path = save_checkpoint(folder, trainer)
-                keep = (self.spec.reinforcement or {}).get("keep_checkpoints", 3)
+                keep = self.spec.settings.get("keep_checkpoints", 3)
                 prune_checkpoints(folder, keep)
             finally:
                 self._enter(WorkerPhase.READY, "")
@@ -164,7 +164,7 @@ class WorkerCore:
             trainer = self._load_trainer()
             params, version = trainer.policy_params(), trainer.version
             self.trainer = trainer if spec.mode is WorkerMode.TRAIN else None
-        sampling = (spec.reinforcement or {}).get("sampling") or {}
+        sampling = spec.settings.get("sampling") or {}
         self._enter(WorkerPhase.COMPILING, "starting the engine")
         self.engine = Engine(
             self.model.config,
@@ -185,7 +185,7 @@ class WorkerCore:
 
     def _load_trainer(self) -> PolicyTrainer:
         """At the spec's checkpoint, else at version 0. A worker that only serves needs it to make the weights again."""
-        method = self.spec.reinforcement or {}
+        method = self.spec.settings
         self._enter(WorkerPhase.LOADING, "building the trainer")
         tokens = method.get("microbatch_tokens") or 8192
         settings = PolicySettings.from_method(method)
