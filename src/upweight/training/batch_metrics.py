@@ -8,7 +8,7 @@ import numpy as np
 
 from upweight.ops.advantages import group_stats
 from upweight.ops.samples import TrainBatch
-from upweight.training.fates import FATES, is_truncated
+from upweight.training.fates import FATES
 
 
 def join_reports(reports: list[dict[str, float]], epochs: int) -> dict[str, float]:
@@ -80,7 +80,6 @@ def batch_metrics(batch: TrainBatch, advantages: np.ndarray, fates: list[str]) -
         "response_length_mean": float(trained_tokens.mean()),
         "groups": float(groups),
         "zero_variance_groups": float(zero_groups),
-        "samples_truncated": float(is_truncated(batch).sum()),
     } | {f"samples_{name}": float(fates.count(name)) for name in FATES}
 
 
