@@ -84,9 +84,12 @@ def batch_metrics(batch: TrainBatch, advantages: np.ndarray, fates: list[str]) -
 
 
 def critic_metrics(values: np.ndarray, returns: np.ndarray, kept: np.ndarray) -> dict[str, float]:
-    """Of the critic before the batch's first update, over the trained tokens; `explained_variance` where returns vary."""
+    """Of the critic before the batch's first update, over the trained tokens; `explained_variance` where returns vary.
+
+    Nothing of numbers that are not finite: their update is skipped.
+    """
     value, ret = values[kept > 0].astype(np.float64), returns[kept > 0].astype(np.float64)
-    if not len(value):
+    if not (np.isfinite(value).all() and np.isfinite(ret).all() and len(ret)):
         return {}
     metrics = {"value_mean": float(value.mean()), "return_mean": float(ret.mean())}
     if ret.var() > 1e-6 * np.mean(ret**2):
