@@ -7,9 +7,18 @@ from typing import Any
 import pytest
 
 from upweight.models.lora import TARGETS
-from upweight.server.methods import LORA_TARGETS, Reinforcement, parse_method
+from upweight.server.methods import (
+    KL_IN_LOSS,
+    LORA_TARGETS,
+    REWARD_ALGORITHMS,
+    Reinforcement,
+    needs_task,
+    parse_method,
+)
 from upweight.server.refusals import Refusal
-from upweight.training.settings import PRESETS, LoraSettings, PolicySettings
+from upweight.server.store import versions
+from upweight.training.fates import FATES
+from upweight.training.settings import PRESETS, CriticSettings, LoraSettings, PolicySettings
 
 FROZEN = {
     "batch_size": 4,
@@ -54,9 +63,36 @@ def test_names_and_defaults_are_frozen() -> None:
     assert parse(lora={}).model_dump()["lora"] == {"rank": 16, "alpha": 32, "targets": "all-linear"}
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "dr_grpo", "dapo", "bnpo", "gspo", "cispo", "rloo"])
-def test_offered_algorithms(algorithm: str) -> None:
-    assert parse(algorithm=algorithm, advantage="group", correction="none").algorithm == algorithm
+CRITIC = {"kind": "value_head", "learning_rate": 1e-5, "gamma": 1.0, "gae_lambda": 0.95, "warmup_batches": 0}
+ADVANTAGES = {
+    **dict.fromkeys(("grpo", "dr_grpo", "dapo", "bnpo", "gspo", "cispo", "rloo"), ("given", "group")),
+    **dict.fromkeys(("reinforce", "reinforce_pp", "ppo"), ("reward",)),
+    "reinforce_pp_baseline": ("given", "group", "reward"),
+}
+
+
+@pytest.mark.parametrize("algorithm", ADVANTAGES)
+def test_each_algorithm_takes_its_advantages_and_every_correction(algorithm: str) -> None:
+    assert parse(algorithm=algorithm).advantage == ADVANTAGES[algorithm][0]
+    for correction in ("none", "truncated", "masked", "decoupled"):
+        for advantage in ADVANTAGES[algorithm]:
+            parsed = parse(algorithm=algorithm, advantage=advantage, correction=correction)
+            assert (parsed.advantage, parsed.correction) == (advantage, correction)
+            with_groups = advantage == "group" or (algorithm == "reinforce_pp_baseline" and advantage == "reward")
+            assert needs_task(parsed.model_dump()) is with_groups
+    for advantage in {"given", "group", "reward"} - set(ADVANTAGES[algorithm]):
+        with pytest.raises(Refusal, match=f"advantage = '{advantage}' does not fit algorithm '{algorithm}'"):
+            parse(algorithm=algorithm, advantage=advantage)
+
+
+def test_ppo_has_a_critic_whose_defaults_are_frozen() -> None:
+    assert parse(algorithm="ppo").model_dump() == {
+        **FROZEN,
+        "algorithm": "ppo",
+        "advantage": "reward",
+        "critic": CRITIC,
+    }
+    assert parse(algorithm="ppo", critic={"gamma": 0.9}).model_dump()["critic"] == {**CRITIC, "gamma": 0.9}
 
 
 @pytest.mark.parametrize(
@@ -69,15 +105,21 @@ def test_offered_algorithms(algorithm: str) -> None:
         ({"learning_rate": -1.0}, ["learning_rate = -1.0", "0"]),
         ({"adam_b1": 1.0}, ["adam_b1 = 1.0", "less than 1"]),
         ({"algorithm": "grp"}, ["algorithm = 'grp'", "'grpo'"]),
-        ({"algorithm": "ppo"}, ["'ppo' is not offered by this server yet", "grpo, dr_grpo"]),
-        ({"algorithm": "reinforce_pp_baseline"}, ["not offered", "offered:"]),
-        ({"correction": "decoupled"}, ["correction 'decoupled' is not offered", "none, truncated"]),
+        ({"algorithm": "ppo", "critic": {"lambda": 1}}, ["unknown key 'lambda'", "'gae_lambda'"]),
+        ({"algorithm": "ppo", "critic": {"gamma": 2.0}}, ["critic.gamma = 2.0", "less than or equal to 1"]),
+        ({"algorithm": "ppo", "critic": {"warmup_batches": 4}, "num_batches": 4}, ["warmup_batches = 4", "no batch"]),
+        ({"algorithm": "ppo", "advantage": "given"}, ["advantage = 'given' does not fit algorithm 'ppo'; use reward"]),
+        ({"algorithm": "reinforce", "clip_low": 0.1}, ["clip_low = 0.1 has no effect with algorithm 'reinforce'"]),
+        ({"correction": "masked", "is_cap": 0.5}, ["is_cap = 0.5", "use 1 or more"]),
+        (
+            {"algorithm": "reinforce_pp_baseline", "beta": 0.1, "kl_estimator": "k1"},
+            ["beta = 0.1", "'k1' has no effect"],
+        ),
         ({"advantage": "reward"}, ["advantage = 'reward' does not fit"]),
         ({"critic": {}}, ["critic belongs to algorithm 'ppo'"]),
         ({"minibatch_size": 9}, ["minibatch_size = 9 exceeds batch_size = 4"]),
         ({"budget": {"max_seconds": 0}}, ["budget.max_seconds = 0"]),
-        ({"kl_estimator": "exact"}, ["kl_estimator 'exact' is not offered", '"k1", "k2", "k3"']),
-        ({"mask_truncated": True}, ["mask_truncated True is not offered", "false"]),
+        ({"kl_estimator": "k4"}, ["kl_estimator = 'k4'", "'exact', 'k1', 'k2' or 'k3'"]),
         ({"lora": {"targets": ["q_proj"]}}, ["lora.targets ['q_proj'] is not offered", "all-linear, attention, mlp"]),
         ({"lora": {"targets": "attn"}}, ["lora.targets 'attn' is not offered"]),
         ({"algorithm": "cispo", "clip_high": 0.3}, ["clip_high = 0.3 has no effect with algorithm 'cispo'"]),
@@ -134,28 +176,38 @@ ACCEPTED: dict[str, Any] = {
     "correction": "none",
     "advantage": "group",
     "lora": {"rank": 4, "alpha": 8, "targets": "mlp"},
+    "mask_truncated": True,
+    "critic": {**CRITIC, "gae_lambda": 0.5},
     "seed": 3,
 }
-# Keys that others than the trainer's settings read: the store, the supervisor, the worker's core; or that are refused but for null.
+# Keys that others than the trainer's settings read: the store, the supervisor, the worker's core.
 READ_ELSEWHERE = {"num_batches", "microbatch_tokens", "checkpoint_every", "keep_checkpoints", "budget", "sampling"}
-ONLY_NULL = {"mask_truncated", "critic"}
+NESTED = {"lora": LoraSettings, "critic": CriticSettings}
 
 
 def test_every_key_reaches_the_trainer() -> None:
     """A key that were accepted and ignored would be missing here."""
     keys = set(FROZEN) - {"batch_size", "algorithm"}
-    assert keys == ACCEPTED.keys() | READ_ELSEWHERE | ONLY_NULL
-    plain = PolicySettings.from_method(parse(num_batches=9).model_dump(mode="json"))
+    assert keys == ACCEPTED.keys() | READ_ELSEWHERE
     for key, value in ACCEPTED.items():
-        accepted = parse(**{"num_batches": 9, key: value}).model_dump(mode="json")
+        start = {"num_batches": 9, "algorithm": "ppo" if key == "critic" else "grpo"}
+        plain = PolicySettings.from_method(parse(**start).model_dump(mode="json"))
+        accepted = parse(**{**start, key: value}).model_dump(mode="json")
         settings = PolicySettings.from_method(accepted)
         assert settings != plain, key
-        given = LoraSettings(**value) if key == "lora" else value
+        given = NESTED[key](**value) if key in NESTED else value
         assert getattr(settings, key, given) == given
         assert getattr(settings.preset, key, given) == given or key == "advantage"
 
 
 def test_server_and_trainer_offer_the_same() -> None:
     assert set(LORA_TARGETS) == set(TARGETS)
-    for algorithm in PRESETS:
-        assert PolicySettings.from_method(parse(algorithm=algorithm).model_dump(mode="json")).algorithm == algorithm
+    assert set(ADVANTAGES) == set(PRESETS)
+    assert versions.FATES == FATES
+    for algorithm, preset in PRESETS.items():
+        for advantage in ADVANTAGES[algorithm]:
+            method = parse(algorithm=algorithm, advantage=advantage).model_dump(mode="json")
+            assert PolicySettings.from_method(method).algorithm == algorithm
+        assert (algorithm in REWARD_ALGORITHMS) == preset.kl_in_reward
+        if not preset.kl_in_reward:
+            assert KL_IN_LOSS.get(algorithm, "k3") == preset.kl_estimator

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -243,3 +245,32 @@ def test_waiting_writes_share_commits(tmp_path: Path) -> None:
     asyncio.run(many())
     assert len(commits) < 100
     store.close()
+
+
+def test_an_older_store_is_brought_up_to_date(tmp_path: Path) -> None:
+    path = tmp_path / "store.sqlite3"
+    store = Database(path)
+    job = new_job(store)
+    open_batch(store, job, 0)
+    upload(store, job, 0, [packed("a")])
+    store.close()
+    with closing(sqlite3.connect(path)) as old:  # as version 2 had it
+        old.execute("ALTER TABLE completions DROP COLUMN finish_reason")
+        old.execute("ALTER TABLE samples DROP COLUMN truncated")
+        old.execute("UPDATE properties SET value = '2' WHERE name = 'schema'")
+        old.commit()
+    for _ in range(2):
+        store = Database(path)
+        assert store.read_now(lambda c: versions.ledger(c, job))["truncated"] == 0
+        upload(store, job, 0, [packed("b")])
+        store.close()
+
+
+def test_a_store_of_an_unknown_version_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "store.sqlite3"
+    Database(path).close()
+    with closing(sqlite3.connect(path)) as strange:
+        strange.execute("UPDATE properties SET value = '99' WHERE name = 'schema'")
+        strange.commit()
+    with pytest.raises(StoreError, match="has schema 99, this server writes"):
+        Database(path)

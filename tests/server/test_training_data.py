@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from upweight.server.api.served import StreamReader, sampling_of, served_of
-from upweight.server.store import batches, completions, jobs
+from upweight.server.store import batches, completions, jobs, versions
 from upweight.server.store.database import Database
 from upweight.server.store.rows import NewSample, completion_key, pack_sample
 from upweight.server.supervision.training_data import BuiltBatch, build_batch, join_batch
@@ -48,7 +48,7 @@ def start_job(database: Database, samples: int) -> str:
 
 
 def build(database: Database, job: str) -> BuiltBatch:
-    database.submit(lambda c: join_batch(c, job, 0)).result()
+    database.submit(lambda c: join_batch(c, job, 0, max_tokens=4)).result()
     return database.read_now(lambda c: build_batch(c, job, 0))
 
 
@@ -118,7 +118,7 @@ def test_a_group_that_straddles_two_batches_is_whole_in_its_statistics(database:
             first = build(database, job).batch
     assert len(first.peer_reward) == 0  # nothing else was stored when it was first built …
     assert len(build(database, job).batch.peer_reward) == 0  # … and a replay sees no more
-    database.submit(lambda c: join_batch(c, job, 1)).result()
+    database.submit(lambda c: join_batch(c, job, 1, max_tokens=4)).result()
     second = database.read_now(lambda c: build_batch(c, job, 1)).batch
     assert (second.group.tolist(), second.reward.tolist()) == ([0, 1], [-2.0, 3.0])
     assert (second.peer_group.tolist(), second.peer_reward.tolist()) == ([0], [0.0])
@@ -186,3 +186,43 @@ def test_each_prompt_of_a_request_has_completions_of_its_own() -> None:
     choices = [{"index": i, "prompt_token_ids": [i + 1], "token_ids": [9], "logprobs": None} for i in (0, 1)]
     found = served_of({}, {"prompt_token_ids": [1], "inference_version": 0, "choices": choices})
     assert [one.key for one in found] == [completion_key(np.array([i]), np.array([9])) for i in (1, 2)]
+
+
+def test_whether_a_sample_was_cut_is_known_from_its_last_turn(database: Database) -> None:
+    """By the finish reason of what was served; of a last turn made elsewhere by the job's own limit, here 4 tokens."""
+    job = start_job(database, 6)
+    serve(database, job, {}, answer([1], [2, 3], [-0.1, -0.2], 0, finish_reason="length"))
+    serve(database, job, {}, answer([1, 2, 3, 4], [5], [-0.3], 0, finish_reason="stop"))
+    serve(database, job, {}, answer([9], [5, 5, 5, 5], [-0.3] * 4, 0, finish_reason="stop"))
+    samples = {
+        "cut": ([1, 2, 3], [0, 1, 1]),
+        "cut, then continued": ([1, 2, 3, 4, 5], [0, 1, 1, 0, 1]),
+        "as long as the limit, but stopped": ([9, 5, 5, 5, 5], [0, 1, 1, 1, 1]),
+        "elsewhere, as long as the limit": ([8, 5, 5, 5, 5], [0, 1, 1, 1, 1]),
+        "elsewhere, shorter": ([8, 5, 5, 5], [0, 1, 1, 1]),
+        "elsewhere, and something follows": ([8, 5, 5, 5, 5, 6], [0, 1, 1, 1, 1, 0]),
+    }
+    rows = [packed(id, ids, [-0.3 * m for m in mask], mask) for id, (ids, mask) in samples.items()]
+    database.submit(lambda c: batches.add_samples(c, job, "p", 0, rows)).result()
+    built = build(database, job)
+    assert dict(zip(samples, built.batch.truncated.tolist(), strict=True)) == {
+        "cut": 1,
+        "cut, then continued": 0,
+        "as long as the limit, but stopped": 0,
+        "elsewhere, as long as the limit": 1,
+        "elsewhere, shorter": 0,
+        "elsewhere, and something follows": 0,
+    }
+    assert built.metrics["truncated"] == 2.0
+    assert database.read_now(lambda c: versions.ledger(c, job))["truncated"] == 2
+    assert decode_batch(encode_batch(built.batch)).truncated.tolist() == built.batch.truncated.tolist()
+
+
+def test_a_streamed_choice_keeps_its_finish_reason() -> None:
+    reader = StreamReader()
+    event = (
+        b'data: {"prompt_token_ids": [1], "choices": [{"index": 0, "token_ids": [2], "finish_reason": "length"}]}\n\n'
+    )
+    (choice,) = reader.take(event)
+    (served,) = served_of({}, {"choices": [choice]})
+    assert served.finish_reason == "length"

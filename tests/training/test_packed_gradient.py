@@ -21,8 +21,8 @@ from upweight.models.layers import Params
 from upweight.ops.packing import pack
 from upweight.ops.samples import TrainBatch
 from upweight.training import policy_trainer
-from upweight.training.policy_step import make_gradient
-from upweight.training.policy_trainer import PolicyTrainer
+from upweight.training.policy_step import Fixed, Trained, make_gradient
+from upweight.training.policy_trainer import PolicyTrainer, Targets
 from upweight.training.settings import PRESETS, PolicySettings
 
 TEMPERATURES = [1.0, 0.6, 1.4, 1.0] * 3
@@ -36,15 +36,19 @@ def gap(a: np.ndarray, b: np.ndarray) -> float:
     return float(np.linalg.norm(a - b) / np.linalg.norm(b))
 
 
+def targets_of(batch: TrainBatch, old: np.ndarray | None = None) -> Targets:
+    return Targets(np.repeat(batch.reward, batch.lengths), old)
+
+
 def gradient_of(trainer: PolicyTrainer, batch: TrainBatch, remat: bool = False) -> tuple[np.ndarray, float, np.ndarray]:
     """Gradient over all micro-batches, loss, and log-probs at flat places."""
     everything = np.arange(batch.num_samples)
     old = np.where(batch.mask > 0, batch.logprobs - 0.05, np.nan).astype(np.float32)
-    _, pieces = trainer._pieces(batch, everything, batch.reward, old, None)
+    _, pieces = trainer._pieces(batch, everything, targets_of(batch, old))
     gradient = _compiled(trainer.config, trainer.settings, remat)
     total, loss, logprobs = 0.0, 0.0, np.full(len(batch.token_ids), np.nan)
     for rows, packed in pieces:
-        grads, metrics, lp = gradient(trainer.trainable, None, packed)
+        grads, metrics, lp = gradient(Trained(trainer.trainable), Fixed(), packed)
         total, loss = total + flat(grads), loss + float(metrics["loss"])
         logprobs[rows.source[rows.weight > 0]] = np.asarray(lp)[rows.weight > 0]
     return total, loss, logprobs
@@ -77,7 +81,7 @@ def test_gradient_is_that_of_samples_run_apart(
     monkeypatch.undo()
 
     trainer.microbatch_tokens = 64
-    assert len(trainer._pieces(batch, np.arange(12), batch.reward, None, None)[1]) > 1
+    assert len(trainer._pieces(batch, np.arange(12), targets_of(batch))[1]) > 1
     cut, loss_cut, _ = gradient_of(trainer, batch, remat=True)
     assert gap(cut, apart) < 1e-5
     assert loss_cut == pytest.approx(loss_apart, rel=1e-5, abs=1e-6)
@@ -95,8 +99,8 @@ def test_gradient_is_that_of_a_plain_forward_pass(config: DecoderConfig, params:
     batch = sampled_by(config, params, make_batch(samples, reward))
     settings = PolicySettings(preset=PRESETS["cispo"], correction="none", algorithm="cispo")
     trainer = PolicyTrainer(config, params, settings)
-    _, pieces = trainer._pieces(batch, np.arange(12), batch.reward, None, None)
-    grads, _, _ = _compiled(config, settings, False)(params, None, pieces[0][1])
+    _, pieces = trainer._pieces(batch, np.arange(12), targets_of(batch))
+    grads, _, _ = _compiled(config, settings, False)(Trained(params), Fixed(), pieces[0][1])
 
     rows, mask = np.zeros((12, PADDED), np.int32), np.zeros((12, PADDED), np.float32)
     for i, (context, answer) in enumerate(samples):
@@ -114,13 +118,13 @@ def test_gradient_is_that_of_a_plain_forward_pass(config: DecoderConfig, params:
 
 def test_one_sample_leaves_the_others_alone(config: DecoderConfig, params: Params, batch: TrainBatch) -> None:
     trainer = PolicyTrainer(config, params, PolicySettings(preset=PRESETS["bnpo"], entropy_coeff=0.01))
-    before = trainer._flat_scores(batch, np.arange(12), params, None)
+    before = trainer.score(batch)
     changed = batch.token_ids.copy()
     mine = slice(int(batch.starts[0]), int(batch.starts[1]))
     answer = np.flatnonzero(batch.mask[mine]) + mine.start
     changed[answer] = 28 - changed[answer] % 28
     other = TrainBatch(**{**vars(batch), "token_ids": changed})
-    after = trainer._flat_scores(other, np.arange(12), params, None)
+    after = trainer.score(other)
     assert np.abs(before[answer] - after[answer]).max() > 0.1
     rest = np.flatnonzero(batch.mask)
     rest = rest[(rest < mine.start) | (rest >= mine.stop)]

@@ -301,7 +301,7 @@ def test_lora_trains_the_adapter_alone(config: DecoderConfig, params: Params, ba
     merged = merge(params, trainer.trainable, LORA.scale)
     for name in ("embed", "norm", "head"):
         np.testing.assert_array_equal(merged[name], params[name])
-    by_adapter = trainer._flat_scores(batch, np.arange(12), trainer.trainable, params)
+    by_adapter = trainer.score(batch)
     trained = batch.mask > 0
     np.testing.assert_allclose(by_adapter[trained], logprobs_alone(config, merged, batch)[trained], atol=1e-5)
     assert np.abs(by_adapter - batch.logprobs)[trained].max() > 1e-2

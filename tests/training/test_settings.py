@@ -1,6 +1,7 @@
 """Method objects, their ranges, and the learning rates they mean."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import pytest
 
 from upweight.errors import ConfigError
 from upweight.training.optimizer import learning_rate, make_optimizer
-from upweight.training.settings import PRESETS, LoraSettings, PolicySettings
+from upweight.training.settings import PRESETS, CriticSettings, LoraSettings, PolicySettings
 
 
 def rates(steps: range, **settings: Any) -> list[float]:
@@ -92,13 +93,20 @@ def test_a_method_object_is_read() -> None:
 @pytest.mark.parametrize(
     ("method", "message"),
     [
-        ({"algorithm": "ppo"}, "algorithm 'ppo' is not offered; offered: grpo, bnpo"),
-        ({"advantage": "reward"}, "advantage 'reward' is not offered; offered: given, group"),
-        ({"correction": "decoupled"}, "correction 'decoupled' is not offered; offered: none, truncated"),
-        ({"correction": "masked"}, "correction 'masked' is not offered"),
-        ({"kl_estimator": "k4"}, "kl_estimator 'k4' is not offered; offered: k1, k2, k3"),
+        ({"algorithm": "a2c"}, "algorithm 'a2c' is not offered; offered: grpo, bnpo"),
+        ({"advantage": "reward"}, "advantage 'reward' does not fit algorithm 'grpo'; use given or group"),
+        ({"algorithm": "ppo", "advantage": "group"}, "advantage 'group' does not fit algorithm 'ppo'; use reward"),
+        ({"correction": "clipped"}, "correction 'clipped' is not offered; offered: none, truncated, masked, decoupled"),
+        ({"correction": "masked", "is_cap": 0.5}, "is_cap 0.5 leaves out every token with correction 'masked'"),
+        ({"kl_estimator": "k4"}, "kl_estimator 'k4' is not offered; offered: exact, k1, k2, k3"),
         ({"lr_schedule": "step"}, "lr_schedule 'step' is not offered"),
-        ({"mask_truncated": True}, "mask_truncated true is not offered"),
+        ({"critic": {}}, "critic belongs to algorithm 'ppo'"),
+        ({"algorithm": "ppo", "critic": {"gamma": 1.1}}, r"gamma 1.1 is out of range; allowed: \[0, 1\]"),
+        ({"algorithm": "ppo", "critic": {"kind": "model"}}, "kind 'model' is not offered; offered: value_head"),
+        (
+            {"algorithm": "ppo", "critic": {"lambda": 1}},
+            "critic.lambda is not known; known: kind, learning_rate, gamma",
+        ),
         ({"learning_rate": -1e-5}, r"learning_rate -1e-05 is out of range; allowed: \[0, inf\)"),
         ({"learning_rate": math.nan}, "learning_rate nan is out of range"),
         ({"learning_rate": math.inf}, "learning_rate inf is out of range"),
@@ -127,4 +135,29 @@ def test_presets() -> None:
         "gspo": ("clip_sequence", "seq_mean_token_mean", "group", 3e-4, 4e-4),
         "cispo": ("cispo", "token_mean", "group", 0.2, 0.2),
         "rloo": ("clip_sequence_sum", "seq_mean_token_sum", "rloo", 0.2, 0.2),
+        "reinforce": ("reinforce", "token_mean", "returns", 0.2, 0.2),
+        "reinforce_pp": ("clip", "token_mean", "returns", 0.2, 0.2),
+        "reinforce_pp_baseline": ("clip", "token_mean", "group_centered", 0.2, 0.2),
+        "ppo": ("clip", "token_mean", "gae", 0.2, 0.2),
     }
+    assert {name for name, preset in PRESETS.items() if preset.whiten} == {
+        "reinforce_pp",
+        "reinforce_pp_baseline",
+        "ppo",
+    }
+    assert [name for name, preset in PRESETS.items() if preset.mask_truncated] == ["dapo"]
+    estimators = {name: (preset.kl_estimator, preset.kl_in_reward) for name, preset in PRESETS.items()}
+    in_reward = {name for name, (_, inside) in estimators.items() if inside}
+    assert in_reward == {"reinforce", "reinforce_pp", "ppo"}
+    assert {name for name, (kind, _) in estimators.items() if kind == "k1"} == in_reward | {"rloo"}
+    assert estimators["reinforce_pp_baseline"] == ("k2", False)
+
+
+def test_ppo_has_a_critic_and_takes_rewards() -> None:
+    settings = PolicySettings.from_method({"algorithm": "ppo", "critic": {"warmup_batches": 2}, "num_batches": 6})
+    assert settings.advantage == "reward"
+    assert settings.critic == CriticSettings(warmup_batches=2)
+    assert PolicySettings.from_method({"algorithm": "ppo"}).critic == CriticSettings()
+    assert PolicySettings.from_method({"algorithm": "reinforce_pp_baseline"}).advantage == "given"
+    falling = replace(settings, learning_rate=1.0, lr_schedule="linear")  # over the batches that train the policy
+    assert [float(learning_rate(falling)(step)) for step in range(5)] == pytest.approx([1, 0.75, 0.5, 0.25, 0])

@@ -144,7 +144,7 @@ def ledger_text(ledger: Mapping[str, int]) -> str:
     """`24 accepted = 16 trained + 8 zero advantage; 3 unmatched`"""
     parts = [f"{ledger[fate]} {fate.replace('_', ' ')}" for fate in _FATES if ledger.get(fate)]
     text = f"{ledger['accepted']} accepted" + (f" = {' + '.join(parts)}" if parts else "")
-    apart = [f"{ledger[name]} {name}" for name in ("unmatched", "filtered") if ledger.get(name)]
+    apart = [f"{ledger[name]} {name}" for name in ("unmatched", "filtered", "truncated") if ledger.get(name)]
     return "; ".join([text, *apart])
 
 

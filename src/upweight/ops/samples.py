@@ -22,6 +22,9 @@ class TrainBatch:
     versions: np.ndarray  # int32 [T], version that sampled each token, -1 on context and where unknown
     filtered: np.ndarray  # uint8 [T], 1 = sampled with top-k, top-p, min-p, penalties or greedily
     matched: np.ndarray  # uint8 [n], joined to completions that this server served
+    truncated: np.ndarray = field(
+        default_factory=lambda: np.zeros(0, np.uint8)
+    )  # uint8 [n], cut by length; [0] = none is
     # Samples of the same groups that lie in other batches: they count in group statistics and are not trained on here.
     peer_reward: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))  # float32 [m]
     peer_group: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))  # int32 [m]
@@ -35,6 +38,13 @@ class TrainBatch:
         """int64 [n+1], where each sample begins in the flat arrays."""
         return np.concatenate([[0], np.cumsum(self.lengths)])
 
+    @property
+    def targets(self) -> np.ndarray:
+        """uint8 [T], `mask` without the first token of each sample, which follows from nothing."""
+        targets = self.mask.copy()
+        targets[self.starts[:-1][self.lengths > 0]] = 0
+        return targets
+
     def select(self, keep: np.ndarray) -> TrainBatch:
         """The samples at the given indices, in that order."""
         starts = self.starts
@@ -44,6 +54,7 @@ class TrainBatch:
         return TrainBatch(
             **{name: getattr(self, name)[flat] for name in per_token},
             **{name: getattr(self, name)[keep] for name in per_sample},
+            truncated=self.truncated[keep] if len(self.truncated) else self.truncated,
             peer_reward=self.peer_reward,
             peer_group=self.peer_group,
         )

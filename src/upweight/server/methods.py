@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -27,16 +28,14 @@ Algorithm = Literal[
     "bnpo",
     "ppo",
 ]
-REWARD_ALGORITHMS = frozenset({"ppo", "reinforce", "reinforce_pp"})
+REWARD_ALGORITHMS = frozenset({"ppo", "reinforce", "reinforce_pp"})  # which take nothing else
+BASELINE_ALGORITHMS = frozenset({"reinforce_pp_baseline"})  # whose own estimator is the group's mean
+WITHOUT_CLIP = frozenset({"cispo", "reinforce"})
+KL_IN_LOSS = {"rloo": "k1", "reinforce_pp_baseline": "k2"}  # default estimators other than k3
 
 OFFERED: dict[str, tuple[str, ...]] = {
     "type": ("reinforcement", "supervised", "dpo"),
-    "algorithm": ("grpo", "dr_grpo", "dapo", "bnpo", "gspo", "cispo", "rloo"),
-    "advantage": ("given", "group"),
-    "correction": ("none", "truncated"),
 }
-# As above, for fields that are left out or null when the trainer's own way is wanted.
-OFFERED_IF_GIVEN: dict[str, tuple[object, ...]] = {"kl_estimator": ("k1", "k2", "k3"), "mask_truncated": (False,)}
 LORA_TARGETS = ("all-linear", "attention", "mlp")
 METHOD_TYPES = ("reinforcement", "dpo", "supervised", "spec-draft")
 
@@ -98,7 +97,7 @@ class Reinforcement(Strict):
     beta: float = Field(default=0.0, ge=0, description="KL against the job's start model")
     kl_estimator: Literal["exact", "k1", "k2", "k3"] | None = None
     entropy_coeff: float = Field(default=0.0, ge=0)
-    is_cap: float = Field(default=2.0, gt=0, description="cap of the weights of the truncated correction")
+    is_cap: float = Field(default=2.0, gt=0, description="truncated: cap of the weights; masked: end of the band")
     mask_truncated: bool | None = None
     correction: Literal["none", "truncated", "masked", "decoupled"] = "truncated"
     lora: Lora | None = None
@@ -111,17 +110,22 @@ class Reinforcement(Strict):
 
     @model_validator(mode="before")
     @classmethod
-    def _fill_advantage(cls, given: Any) -> Any:
-        if isinstance(given, dict) and given.get("advantage") is None:
-            algorithm = given.get("algorithm", "grpo")
+    def _fill_in(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        algorithm, filled = given.get("algorithm", "grpo"), dict(given)
+        if given.get("advantage") is None:
             own = isinstance(algorithm, str) and algorithm in REWARD_ALGORITHMS
-            return {**given, "advantage": "reward" if own else "given"}
-        return given
+            filled["advantage"] = "reward" if own else "given"
+        if algorithm == "ppo" and given.get("critic") is None:
+            filled["critic"] = {}
+        return filled
 
     @model_validator(mode="after")
     def _fits_together(self) -> Reinforcement:
-        if (self.advantage == "reward") != (self.algorithm in REWARD_ALGORITHMS):
-            allowed = "reward" if self.algorithm in REWARD_ALGORITHMS else "given or group"
+        only_reward, baseline = self.algorithm in REWARD_ALGORITHMS, self.algorithm in BASELINE_ALGORITHMS
+        if (self.advantage == "reward") != only_reward and not baseline:
+            allowed = "reward" if only_reward else "given or group"
             raise ValueError(f"advantage = {self.advantage!r} does not fit algorithm {self.algorithm!r}; use {allowed}")
         if self.critic is not None and self.algorithm != "ppo":
             raise ValueError(f"critic belongs to algorithm 'ppo', not {self.algorithm!r}; leave it out")
@@ -132,19 +136,35 @@ class Reinforcement(Strict):
 
     def _has_effect(self) -> None:
         """What would be without effect is refused rather than ignored."""
-        if self.algorithm == "cispo":
+        if self.algorithm in WITHOUT_CLIP:
             for name in ("clip_low", "clip_high", "dual_clip"):
                 if (value := getattr(self, name)) is not None:
-                    raise ValueError(f"{name} = {value!r} has no effect with algorithm 'cispo'; leave it out")
-        if self.beta > 0 and (self.kl_estimator or ("k1" if self.algorithm == "rloo" else "k3")) == "k1":
+                    raise ValueError(
+                        f"{name} = {value!r} has no effect with algorithm {self.algorithm!r}; leave it out"
+                    )
+        in_loss = self.algorithm not in REWARD_ALGORITHMS
+        if self.beta > 0 and in_loss and (self.kl_estimator or KL_IN_LOSS.get(self.algorithm, "k3")) == "k1":
             raise ValueError(
                 f"beta = {self.beta!r} with kl_estimator 'k1' has no effect: as a loss term its expected gradient is 0;"
                 " use kl_estimator 'k2' or 'k3'"
+            )
+        if self.correction == "masked" and self.is_cap < 1:
+            raise ValueError(f"is_cap = {self.is_cap!r} leaves out every token with correction 'masked'; use 1 or more")
+        if self.critic is not None and self.num_batches is not None and self.critic.warmup_batches >= self.num_batches:
+            raise ValueError(
+                f"critic.warmup_batches = {self.critic.warmup_batches} of num_batches = {self.num_batches} leave no batch"
+                " that trains the policy"
             )
         if self.lr_schedule != "constant" and self.num_batches is None:
             raise ValueError(
                 f"lr_schedule = {self.lr_schedule!r} needs num_batches, the end to which the rate falls; use 'constant'"
             )
+
+
+def needs_task(reinforcement: Mapping[str, Any]) -> bool:
+    """Whether each sample must name its group."""
+    baseline = reinforcement["algorithm"] in BASELINE_ALGORITHMS
+    return reinforcement["advantage"] == "group" or (baseline and reinforcement["advantage"] == "reward")
 
 
 def parse_method(method: object, *, loc: tuple[str | int, ...] = ("body", "method")) -> Reinforcement:
@@ -163,13 +183,6 @@ def parse_method(method: object, *, loc: tuple[str | int, ...] = ("body", "metho
         parsed = Reinforcement.model_validate_json(json.dumps(method.get("reinforcement", {})))
     except ValidationError as error:
         raise Refusal(422, [describe(item, (*loc, "reinforcement")) for item in error.errors()]) from error
-    for field in ("algorithm", "advantage", "correction"):
-        if getattr(parsed, field) not in OFFERED[field]:
-            raise _not_offered((*loc, "reinforcement", field), field, getattr(parsed, field), OFFERED[field])
-    for field, offered in OFFERED_IF_GIVEN.items():
-        value = getattr(parsed, field)
-        if value is not None and value not in offered:
-            raise _not_offered((*loc, "reinforcement", field), field, value, tuple(json.dumps(one) for one in offered))
     if parsed.lora is not None and parsed.lora.targets not in LORA_TARGETS:
         raise _not_offered(
             (*loc, "reinforcement", "lora", "targets"), "lora.targets", parsed.lora.targets, LORA_TARGETS

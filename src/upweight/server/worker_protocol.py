@@ -98,7 +98,9 @@ class TrainResult(BaseModel):
     fingerprint_ok: bool = Field(description="engine's arrays equal what the trainer handed over")
     update_skipped: bool = Field(default=False, description="loss or gradient norm was not finite; weights unchanged")
     metrics: dict[str, float] = Field(default_factory=dict)
-    fates: list[str] = Field(description="per sample, in batch order: trained | zero_advantage | masked | refused")
+    fates: list[str] = Field(
+        description="per sample, in batch order: trained | zero_advantage | masked | stale | refused"
+    )
     seconds: float
 
 

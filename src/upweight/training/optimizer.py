@@ -12,7 +12,8 @@ def learning_rate(settings: PolicySettings) -> optax.Schedule:
     """Updates made so far → learning rate. `linear` and `cosine` fall to 0 over the job's batches; without a number of
     batches there is no end to fall to, and the rate stays constant."""
     peak, warmup, total = settings.learning_rate, settings.warmup_steps, settings.total_steps
-    steps = None if total is None else max(1, total * settings.updates_per_batch - warmup)
+    alone = settings.critic.warmup_batches if settings.critic else 0  # batches that leave the policy as it is
+    steps = None if total is None else max(1, (total - alone) * settings.updates_per_batch - warmup)
     if settings.lr_schedule == "constant" or steps is None:
         after = optax.constant_schedule(peak)
     elif settings.lr_schedule == "linear":
@@ -34,4 +35,14 @@ def make_optimizer(settings: PolicySettings) -> optax.GradientTransformation:
         optax.adamw(
             learning_rate(settings), b1=settings.adam_b1, b2=settings.adam_b2, weight_decay=settings.weight_decay
         ),
+    )
+
+
+def make_critic_optimizer(settings: PolicySettings) -> optax.GradientTransformation:
+    """Of the value head: its own constant rate and its own clip, so that its loss does not shrink the policy's step."""
+    assert settings.critic is not None
+    unclipped = settings.max_grad_norm is None
+    return optax.chain(
+        optax.identity() if unclipped else optax.clip_by_global_norm(settings.max_grad_norm),
+        optax.adam(settings.critic.learning_rate, b1=settings.adam_b1, b2=settings.adam_b2),
     )

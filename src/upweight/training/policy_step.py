@@ -15,13 +15,38 @@ import optax
 
 from upweight.models.config import DecoderConfig
 from upweight.models.decoder import forward_hidden
-from upweight.models.layers import Params, head_matrix
-from upweight.ops.logprobs import target_logprobs
+from upweight.models.layers import Params, logits_of
+from upweight.ops.logprobs import hidden_scores
 from upweight.ops.masked_stats import masked
 from upweight.ops.policy_loss import AGGREGATIONS, KL_ESTIMATORS, LOSSES, Limits, log_ratio
+from upweight.ops.value_loss import squared_error
+from upweight.training.critic import values_of
 from upweight.training.settings import PolicySettings
 
 Metrics = dict[str, jax.Array]
+
+
+class Trained(NamedTuple):
+    """What an update changes; trees of arrays."""
+
+    policy: Params  # all parameters, or the adapter
+    critic: Params | None = None  # the value head of ppo
+
+
+class Fixed(NamedTuple):
+    """What it reads beside; None where there is none."""
+
+    base: Params | None = None  # under an adapter
+    start: Params | None = None  # the start model, when the whole of its distribution is needed
+
+
+class TargetScores(NamedTuple):
+    """At the targets, float32 [N]; None where not asked for."""
+
+    logprob: jax.Array
+    entropy: jax.Array | None = None
+    kl: jax.Array | None = None  # Σ π(log π − log π_start)
+    value: jax.Array | None = None
 
 
 class Packed(NamedTuple):
@@ -39,7 +64,8 @@ class Packed(NamedTuple):
     advantage: jax.Array  # float32 [N]
     behaviour: jax.Array  # float32 [N], log-probs of the sampler on this support; NaN where unknown
     old: jax.Array  # float32 [N], of the policy before this batch's first update; NaN = the present one
-    reference: jax.Array  # float32 [N], of the start model; NaN when no KL is asked for
+    reference: jax.Array  # float32 [N], of the start model; NaN when no KL is asked for, or the exact one
+    returns: jax.Array  # float32 [N], what the critic is to tell; NaN without one
     divisor: jax.Array  # float32 [], of the loss aggregation, over the whole batch
     num_trained: jax.Array  # float32 [], trained tokens of the whole batch
 
@@ -52,62 +78,93 @@ def allowed_mask(block_RT: jax.Array, segment_RT: jax.Array) -> jax.Array:
     return jnp.tril(jnp.ones((length, length), bool)) & same_block & visible
 
 
-def packed_logprobs(
+def target_scores(
     config: DecoderConfig,
-    params: Params,
-    lora: Params | None,
-    lora_scale: float,
+    settings: PolicySettings,
+    trained: Trained,
+    fixed: Fixed,
     packed: Packed,
     *,
     remat: bool,
     entropy: bool = False,
-) -> tuple[jax.Array, jax.Array | None]:
-    """Log-probs (and entropies) at the targets, float32 [N]."""
+) -> TargetScores:
+    """Of the present policy; with the KL where `fixed` holds a start model, and values where there is a critic."""
     mask = allowed_mask(packed.block, packed.segment)
-    hidden = forward_hidden(config, params, packed.tokens, packed.positions, mask, lora, lora_scale, remat)
-    at_targets = hidden.reshape(-1, hidden.shape[-1])[packed.query]
-    return target_logprobs(
-        at_targets,
-        head_matrix(params),
+
+    def states(params: Params, lora: Params | None, scale: float) -> jax.Array:
+        hidden = forward_hidden(config, params, packed.tokens, packed.positions, mask, lora, scale, remat)
+        return hidden.reshape(-1, hidden.shape[-1])[packed.query]
+
+    params, lora, scale = split_trainable(settings, trained.policy, fixed.base)
+    hidden = states(params, lora, scale)
+    reference = None
+    if (start := fixed.start) is not None:
+        others = jax.lax.stop_gradient(states(start, None, 1.0))
+        reference = (lambda h: logits_of(config, start, h)), others
+    scores = hidden_scores(
+        lambda h: logits_of(config, params, h),
+        hidden,
         packed.target,
         packed.temperature,
         entropy=entropy,
-        cap=config.final_softcap,
+        reference=reference,
     )
+    value = None if trained.critic is None else values_of(trained.critic, hidden)
+    return TargetScores(scores.logprob, scores.entropy, scores.kl, value)
 
 
 def policy_loss(
-    settings: PolicySettings, num_samples: int, packed: Packed, lp: jax.Array, entropy: jax.Array | None
+    settings: PolicySettings, num_samples: int, packed: Packed, scores: TargetScores
 ) -> tuple[jax.Array, Metrics]:
-    """The scalar loss of one packed batch and its metrics, from the log-probs of the policy being trained."""
-    preset, trained = settings.preset, packed.trained
+    """The scalar loss of one packed batch and its metrics, from the scores of the policy being trained."""
+    preset, trained, lp = settings.preset, packed.trained, scores.logprob
     present = jax.lax.stop_gradient(lp)
     old = jnp.where(jnp.isnan(packed.old), present, packed.old)
     behaviour = jnp.where(jnp.isnan(packed.behaviour), old, packed.behaviour)
     ratio_against = behaviour if settings.correction == "none" else old
     limits = Limits(low=preset.clip_low, high=preset.clip_high, dual_clip=preset.dual_clip, num_samples=num_samples)
     per_token = LOSSES[preset.loss](lp, ratio_against, packed.advantage, trained, packed.sample, limits)
-    off = jnp.exp(log_ratio(old, behaviour, trained))
+    off = jax.lax.stop_gradient(jnp.exp(log_ratio(old, behaviour, trained)))
     if settings.correction == "truncated":
-        per_token = per_token * jax.lax.stop_gradient(jnp.minimum(off, settings.is_cap))
-    if settings.beta > 0:
-        per_token = per_token + settings.beta * KL_ESTIMATORS[preset.kl_estimator](lp, packed.reference, trained)
-    if entropy is not None:
-        per_token = per_token - settings.entropy_coeff * masked(entropy, trained)
+        per_token = per_token * jnp.minimum(off, settings.is_cap)
+    elif settings.correction in (
+        "masked",
+        "decoupled",
+    ):  # what lies outside the band of masked is not among the targets
+        per_token = per_token * off
+    kl = _kl(settings, packed, scores)
+    if kl is not None:
+        per_token = per_token + settings.beta * kl
+    if scores.entropy is not None:
+        per_token = per_token - settings.entropy_coeff * masked(scores.entropy, trained)
     numerator = AGGREGATIONS[preset.aggregation].numerator(per_token, trained, packed.sample, num_samples)
-    return numerator / packed.divisor, _ratio_metrics(settings, packed, lp, ratio_against, off, entropy)
+    metrics = _ratio_metrics(settings, packed, lp, ratio_against, off)
+    for name, x in (("kl", kl), ("entropy", scores.entropy)):
+        if x is not None:
+            metrics[name] = jnp.sum(masked(x, trained)) / packed.num_trained
+    return numerator / packed.divisor, jax.lax.stop_gradient(metrics)
+
+
+def _kl(settings: PolicySettings, packed: Packed, scores: TargetScores) -> jax.Array | None:
+    """Of the loss, per target; None when it has none."""
+    if not settings.kl_in_loss:
+        return None
+    if settings.exact_kl:
+        assert scores.kl is not None
+        return masked(scores.kl, packed.trained)
+    return KL_ESTIMATORS[settings.preset.kl_estimator](scores.logprob, packed.reference, packed.trained)
+
+
+def critic_loss(packed: Packed, value: jax.Array) -> jax.Array:
+    """Mean of (V − R)² over the trained tokens of the whole optimizer batch."""
+    kept = masked(value, packed.trained), masked(packed.returns, packed.trained)
+    return jnp.sum(squared_error(*kept)) / packed.num_trained
 
 
 def _ratio_metrics(
-    settings: PolicySettings,
-    packed: Packed,
-    lp: jax.Array,
-    against: jax.Array,
-    off: jax.Array,
-    entropy: jax.Array | None,
+    settings: PolicySettings, packed: Packed, lp: jax.Array, against: jax.Array, off: jax.Array
 ) -> Metrics:
-    trained = packed.trained
-    count = packed.num_trained
+    trained, count, preset = packed.trained, packed.num_trained, settings.preset
     shift = log_ratio(lp, against, trained)
     ratio = jnp.exp(shift)
     metrics = {
@@ -115,16 +172,12 @@ def _ratio_metrics(
         "ratio_mean": jnp.sum(masked(ratio, trained)) / count,
         "ratio_max": jnp.max(masked(ratio, trained)),
         "approx_kl": jnp.sum(masked(jnp.exp(shift) - 1.0 - shift, trained)) / count,
-        "clip_fraction_low": jnp.sum(trained * (ratio < 1 - settings.preset.clip_low)) / count,
-        "clip_fraction_high": jnp.sum(trained * (ratio > 1 + settings.preset.clip_high)) / count,
         "is_weight_mean": jnp.sum(masked(off, trained)) / count,
     }
-    if settings.beta > 0:
-        kl = KL_ESTIMATORS[settings.preset.kl_estimator](lp, packed.reference, trained)
-        metrics["kl"] = jnp.sum(kl) / count
-    if entropy is not None:
-        metrics["entropy"] = jnp.sum(masked(entropy, trained)) / count
-    return jax.lax.stop_gradient(metrics)
+    if preset.loss != "reinforce":  # which clips nothing
+        metrics["clip_fraction_low"] = jnp.sum(trained * (ratio < 1 - preset.clip_low)) / count
+        metrics["clip_fraction_high"] = jnp.sum(trained * (ratio > 1 + preset.clip_high)) / count
+    return metrics
 
 
 def split_trainable(
@@ -139,55 +192,63 @@ def split_trainable(
 
 def make_gradient(
     config: DecoderConfig, settings: PolicySettings, num_samples: int, *, remat: bool
-) -> Callable[[Params, Params | None, Packed], tuple[Params, Metrics, jax.Array]]:
-    """Compiled (trainable, frozen, packed) → (gradient, metrics, log-probs [N])."""
+) -> Callable[[Trained, Fixed, Packed], tuple[Trained, Metrics, jax.Array]]:
+    """Compiled (trained, fixed, packed) → (gradients, metrics, log-probs [N]). The two losses share no parameter."""
 
-    def loss_fn(
-        trainable: Params, frozen: Params | None, packed: Packed
-    ) -> tuple[jax.Array, tuple[Metrics, jax.Array]]:
-        params, lora, scale = split_trainable(settings, trainable, frozen)
+    def loss_fn(trained: Trained, fixed: Fixed, packed: Packed) -> tuple[jax.Array, tuple[Metrics, jax.Array]]:
         wanted = settings.entropy_coeff > 0
-        lp, entropy = packed_logprobs(config, params, lora, scale, packed, remat=remat, entropy=wanted)
-        loss, metrics = policy_loss(settings, num_samples, packed, lp, entropy)
-        return loss, (metrics | {"loss": jax.lax.stop_gradient(loss)}, lp)
+        scores = target_scores(config, settings, trained, fixed, packed, remat=remat, entropy=wanted)
+        loss, metrics = policy_loss(settings, num_samples, packed, scores)
+        metrics["loss"] = jax.lax.stop_gradient(loss)
+        if scores.value is not None:
+            value_loss = critic_loss(packed, scores.value)
+            loss, metrics = loss + value_loss, metrics | {"value_loss": jax.lax.stop_gradient(value_loss)}
+        return loss, (metrics, scores.logprob)
 
-    def gradient(trainable: Params, frozen: Params | None, packed: Packed) -> tuple[Params, Metrics, jax.Array]:
-        grads, (metrics, lp) = jax.grad(loss_fn, has_aux=True)(trainable, frozen, packed)
+    def gradient(trained: Trained, fixed: Fixed, packed: Packed) -> tuple[Trained, Metrics, jax.Array]:
+        grads, (metrics, lp) = jax.grad(loss_fn, has_aux=True)(trained, fixed, packed)
         return grads, metrics, lp
 
     return jax.jit(gradient)
 
 
 def make_apply(
-    optimizer: optax.GradientTransformation,
-) -> Callable[[Params, Any, Params, jax.Array], tuple[Params, Any, jax.Array, jax.Array]]:
-    """Compiled (trainable, optimizer state, gradient, loss) → (trainable, state, gradient norm, applied).
+    *optimizers: optax.GradientTransformation,
+) -> Callable[..., tuple[tuple[Params, ...], tuple[Any, ...], tuple[jax.Array, ...], jax.Array]]:
+    """Compiled (trees, optimizer states, gradients, loss) → (trees, states, gradient norms, applied); one of each an optimizer.
 
-    A loss or norm that is not finite leaves trainable and state as they were. State and gradient are donated; parameters never
-    are, since an engine may be reading them.
+    A loss or norm that is not finite leaves all trees and states as they were. States and gradients are donated; parameters
+    never are, since an engine may be reading them.
     """
 
     def apply(
-        trainable: Params, state: Any, grads: Params, loss: jax.Array
-    ) -> tuple[Params, Any, jax.Array, jax.Array]:
-        norm = jnp.sqrt(sum(jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(grads)))
-        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+        trees: tuple[Params, ...], states: tuple[Any, ...], grads: tuple[Params, ...], loss: jax.Array
+    ) -> tuple[tuple[Params, ...], tuple[Any, ...], tuple[jax.Array, ...], jax.Array]:
+        norms = tuple(
+            jnp.sqrt(sum(jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(part))) for part in grads
+        )
+        finite = jnp.isfinite(loss) & jnp.all(jnp.isfinite(jnp.stack(norms)))
 
-        def update(_: None) -> tuple[Params, Any]:
-            change, new_state = optimizer.update(grads, state, trainable)
-            return optax.apply_updates(trainable, change), new_state
+        def update(_: None) -> tuple[tuple[Params, ...], tuple[Any, ...]]:
+            parts = zip(optimizers, trees, states, grads, strict=True)
+            done = [_updated(*part) for part in parts]
+            return tuple(tree for tree, _ in done), tuple(state for _, state in done)
 
-        new, new_state = jax.lax.cond(finite, update, lambda _: (trainable, state), None)
-        return new, new_state, norm, finite
+        new, new_states = jax.lax.cond(finite, update, lambda _: (trees, states), None)
+        return new, new_states, norms, finite
 
     return jax.jit(apply, donate_argnums=(1, 2))
 
 
-def make_score(config: DecoderConfig, settings: PolicySettings) -> Callable[[Params, Params | None, Packed], jax.Array]:
-    """Compiled (trainable, frozen, packed) → log-probs [N], no gradient."""
+def _updated(optimizer: optax.GradientTransformation, tree: Params, state: Any, grads: Params) -> tuple[Params, Any]:
+    change, new_state = optimizer.update(grads, state, tree)
+    return optax.apply_updates(tree, change), new_state
 
-    def score(trainable: Params, frozen: Params | None, packed: Packed) -> jax.Array:
-        params, lora, scale = split_trainable(settings, trainable, frozen)
-        return packed_logprobs(config, params, lora, scale, packed, remat=False)[0]
+
+def make_score(config: DecoderConfig, settings: PolicySettings) -> Callable[[Trained, Fixed, Packed], TargetScores]:
+    """Compiled (trained, fixed, packed) → scores, no gradient."""
+
+    def score(trained: Trained, fixed: Fixed, packed: Packed) -> TargetScores:
+        return target_scores(config, settings, trained, fixed, packed, remat=False)
 
     return jax.jit(score)

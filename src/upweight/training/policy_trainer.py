@@ -5,15 +5,15 @@ Invariants:
   batch and the settings alone.
 * An update that is not finite changes nothing and still counts as a version.
 * The parameters handed out by `policy_params` are never donated or changed in place.
+* What an update is measured against (old log-probs, values, advantages) is fixed before the batch's first update.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,20 +23,31 @@ from upweight.errors import TrainingError
 from upweight.models.config import DecoderConfig
 from upweight.models.layers import Params
 from upweight.models.lora import init_adapter, merge
-from upweight.ops.advantages import ADVANTAGES, group_stats
 from upweight.ops.packing import PackedBatch, pack, power_bucket
 from upweight.ops.policy_loss import AGGREGATIONS
 from upweight.ops.samples import TrainBatch
+from upweight.training.batch_metrics import (
+    batch_metrics,
+    behaviour_logprobs,
+    critic_metrics,
+    join_reports,
+    mismatch,
+    unusable,
+)
+from upweight.training.critic import init_critic
+from upweight.training.fates import fates_after, fates_before
 from upweight.training.microbatches import split_rows
-from upweight.training.optimizer import learning_rate, make_optimizer
-from upweight.training.policy_step import Packed, make_apply, make_gradient, make_score
+from upweight.training.optimizer import learning_rate, make_critic_optimizer, make_optimizer
+from upweight.training.policy_step import Fixed, Packed, Trained, make_apply, make_gradient, make_score
 from upweight.training.settings import PolicySettings
+from upweight.training.token_advantages import (
+    PolicyNumbers,
+    sample_advantages,
+    token_advantages,
+)
 
 MAX_ROW = 4096  # longest row that samples sharing a context are packed into
 REMAT_TOKENS = 2048  # above this many tokens a micro-batch trades a second forward pass for its activations
-
-
-ARRAYS = ("trainable", "optimizer_state")  # entries of a trainer's state that are trees of arrays
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +60,17 @@ class StepReport:
     fates: list[str] = field(default_factory=list)
 
 
+class Targets(NamedTuple):
+    """What a batch is trained towards, at its flat places, float32 [T]; NaN where unknown."""
+
+    advantages: np.ndarray
+    old: np.ndarray | None = None  # None = the policy that is being updated
+    reference: np.ndarray | None = None
+    returns: np.ndarray | None = None
+
+
 class PolicyTrainer:
-    """GRPO family on full parameters or a LoRA adapter.
+    """GRPO family, REINFORCE family and PPO, on full parameters or a LoRA adapter.
 
     `params` is the start model; it stays untouched. With LoRA the trainable tree is the adapter, otherwise the parameters.
     """
@@ -69,20 +89,37 @@ class PolicyTrainer:
             key = jax.random.key(settings.seed)
             lora = settings.lora
             self.trainable = init_adapter(config, key, rank=lora.rank, targets=lora.targets)
-        self._optimizer = make_optimizer(settings)
+        self.critic = init_critic(config.hidden_size) if settings.critic else None
+        optimizer = make_optimizer(settings)
         self._rate = learning_rate(settings)
-        self.optimizer_state = jax.jit(self._optimizer.init)(self.trainable)
-        self._apply = make_apply(self._optimizer)
+        self.optimizer_state = jax.jit(optimizer.init)(self.trainable)
+        self._apply = make_apply(optimizer)
+        if self.critic is not None:
+            critic_optimizer = make_critic_optimizer(settings)
+            self.critic_state = jax.jit(critic_optimizer.init)(self.critic)
+            self._apply = make_apply(optimizer, critic_optimizer)
+            self._apply_critic = make_apply(critic_optimizer)
         self._score = make_score(config, settings)
         self._add = jax.jit(lambda a, b: jax.tree.map(jnp.add, a, b), donate_argnums=0)
         self.updates = 0
 
     @property
-    def _frozen(self) -> Params | None:
-        return self._start if self.settings.lora else None
+    def _fixed(self) -> Fixed:
+        """What log-probs of the present policy are computed from beside what is trained."""
+        return Fixed(base=self._start if self.settings.lora else None)
+
+    @property
+    def _fixed_with_start(self) -> Fixed:
+        """The same, with the start model where its whole distribution is asked for."""
+        return self._fixed._replace(start=self._start if self.settings.exact_kl else None)
+
+    @property
+    def _warms_up(self) -> bool:
+        """Whether the critic is trained alone."""
+        return self.settings.critic is not None and self.version < self.settings.critic.warmup_batches
 
     def policy_params(self) -> Params:
-        """The parameters that a plain forward pass needs to act as the present policy (adapter merged in)."""
+        """The parameters that a plain forward pass needs to act as the present policy (adapter merged in, no critic)."""
         if self.settings.lora is None:
             return self.trainable
         return merge(self._start, self.trainable, self.settings.lora.scale)
@@ -90,24 +127,29 @@ class PolicyTrainer:
     def state(self, *, copy: bool = True) -> dict[str, Any]:
         """What a later run needs to go on bit for bit, beside the start model and the settings.
 
-        `trainable` and `optimizer_state` are trees of arrays, `version` and `updates` ints. Without `copy` the optimizer's
-        arrays are those of the trainer, which the next `train` deletes.
+        `trainable` and `optimizer_state`, with a critic also `critic` and `critic_state`, are trees of arrays, `version` and
+        `updates` ints. Without `copy` the optimizers' arrays are those of the trainer, which the next `train` deletes.
         """
-        trees = {"trainable": self.trainable, "optimizer_state": self.optimizer_state}
+        trees = self._trees()
         if copy:
             trees = jax.tree.map(jnp.copy, trees)
         return {**trees, "version": self.version, "updates": self.updates}
+
+    def _trees(self) -> dict[str, Any]:
+        trees = {"trainable": self.trainable, "optimizer_state": self.optimizer_state}
+        return trees if self.critic is None else {**trees, "critic": self.critic, "critic_state": self.critic_state}
 
     def load_state(self, state: Mapping[str, Any], *, copy: bool = True) -> None:
         """Takes over a copy of `state`; `TrainingError` naming the first array that this trainer has no place for.
 
         Without `copy` the arrays become the trainer's own: the caller must not use them again.
         """
-        mine = self.state(copy=False)
-        check_same_form({name: mine[name] for name in ARRAYS}, {name: state[name] for name in ARRAYS})
+        mine = self._trees()
+        given = {name: tree for name, tree in state.items() if name not in ("version", "updates")}
+        check_same_form(mine, given)
         take = functools.partial(jnp.array, copy=copy)
-        trees = {name: jax.tree.map(lambda new, old: take(new, old.dtype), state[name], mine[name]) for name in ARRAYS}
-        self.trainable, self.optimizer_state = trees["trainable"], trees["optimizer_state"]
+        for name, tree in mine.items():
+            setattr(self, name, jax.tree.map(lambda new, old: take(new, old.dtype), given[name], tree))
         self.version, self.updates = int(state["version"]), int(state["updates"])
 
     @functools.lru_cache(maxsize=8)  # noqa: B019 - one trainer lives as long as its process
@@ -116,13 +158,18 @@ class PolicyTrainer:
 
     def train(self, batch: TrainBatch) -> StepReport:
         """One version from one batch; never raises for what a sample holds. Metrics that are not finite are left out."""
-        advantages, fates = self._advantages(batch)
-        active = np.flatnonzero([fate in ("trained", "zero_advantage") for fate in fates])
-        metrics = _batch_metrics(batch, advantages, fates) | {"update_skipped": 0.0}
+        limits = {"max_context": self.config.max_context, "vocab_size": self.config.vocab_size}
+        before = fates_before(self.settings, batch, **limits)
+        active = np.flatnonzero([fate is None for fate in before])
+        advantages = np.where(unusable(batch), np.float32(np.nan), sample_advantages(self.settings, batch))
+        chosen, targets, metrics = self._targets(batch.select(active), advantages[active])
+        after = dict(zip(active.tolist(), fates_after(self.settings, chosen, targets.advantages), strict=True))
+        fates = [after[i] if fate is None else fate for i, fate in enumerate(before)]
+        metrics |= batch_metrics(batch, advantages, fates) | {"update_skipped": 0.0}
         skipped = False
-        regularised = self.settings.beta > 0 or self.settings.entropy_coeff > 0
-        if "trained" in fates or (regularised and len(active)):
-            step_metrics, skipped = self._update(batch.select(active), advantages[active])
+        regularised = self.settings.kl_in_loss or self.settings.entropy_coeff > 0
+        if "trained" in fates or (regularised and chosen.mask.any()):
+            step_metrics, skipped = self._update(chosen, targets)
             metrics |= step_metrics
         metrics = {name: value for name, value in metrics.items() if np.isfinite(value)}
         self.version += 1
@@ -133,61 +180,66 @@ class PolicyTrainer:
 
         float32 at the flat places of the batch, NaN elsewhere.
         """
-        return self._flat_scores(batch, np.arange(batch.num_samples), self.trainable, self._frozen)
+        scores = self._scores(batch, Trained(self.trainable, self.critic), self._fixed)
+        assert scores.logprobs is not None
+        return scores.logprobs
 
-    def _advantages(self, batch: TrainBatch) -> tuple[np.ndarray, list[str]]:
+    def _targets(self, batch: TrainBatch, per_sample: np.ndarray) -> tuple[TrainBatch, Targets, dict[str, float]]:
+        """The batch with the mask of what enters the loss, what it is trained towards, and metrics of both."""
         settings = self.settings
-        if settings.advantage == "given":
-            advantages = batch.reward.astype(np.float32)
-        else:
-            rewards = np.concatenate([batch.reward, batch.peer_reward])
-            groups = np.concatenate([batch.group, batch.peer_group])
-            advantages = ADVANTAGES[settings.preset.advantage](rewards, groups)[: batch.num_samples]
-        starts = batch.starts
-        fates = []
-        advantages = np.where(_unusable(batch), np.float32(np.nan), advantages)
-        for i, advantage in enumerate(advantages):
-            length = int(batch.lengths[i])
-            ids = batch.token_ids[starts[i] : starts[i + 1]]
-            if length > self.config.max_context or ((ids < 0) | (ids >= self.config.vocab_size)).any():
-                fates.append("refused")
-            elif not batch.mask[starts[i] + 1 : starts[i + 1]].any():
-                fates.append("masked")
-            else:
-                fates.append("trained" if advantage != 0 else "zero_advantage")
-        return advantages, fates
+        batch = replace(batch, mask=batch.targets)
+        if not batch.mask.any():
+            return batch, Targets(np.repeat(per_sample, batch.lengths)), {}
+        before = self._numbers_before(batch)
+        kept, metrics = batch.mask, {}
+        if settings.correction == "masked":
+            assert before.logprobs is not None
+            kept = _inside_band(batch, before.logprobs, settings.is_cap)
+            metrics["masked_token_fraction"] = 1.0 - float(kept.sum()) / float(batch.mask.sum())
+        found = token_advantages(settings, batch, per_sample, kept, before)
+        if found.returns is not None:
+            assert before.values is not None
+            metrics |= critic_metrics(before.values, found.returns, kept)
+        if found.kl is not None:
+            metrics["kl"] = float(found.kl[batch.mask > 0].mean())
+        targets = Targets(found.advantages, before.logprobs, before.reference, found.returns)
+        return replace(batch, mask=kept), targets, metrics
 
-    def _update(self, batch: TrainBatch, advantages: np.ndarray) -> tuple[dict[str, float], bool]:
-        parts = _minibatches(batch.num_samples, self.settings.minibatch_size)
-        several = self.settings.epochs > 1 or len(parts) > 1
-        everything = np.arange(batch.num_samples)
-        old = self._flat_scores(batch, everything, self.trainable, self._frozen) if several else None
-        reference = self._reference_scores(batch) if self.settings.beta > 0 else None
+    def _numbers_before(self, batch: TrainBatch) -> PolicyNumbers:
+        """What the settings need of the policy before the batch's first update; with one update, often nothing."""
+        settings = self.settings
+        several = settings.epochs > 1 or len(_minibatches(batch.num_samples, settings.minibatch_size)) > 1
+        numbers = PolicyNumbers()
+        if several or settings.correction == "masked" or settings.kl_in_reward or settings.critic:
+            fixed = self._fixed_with_start if settings.kl_in_reward else self._fixed
+            numbers = self._scores(batch, Trained(self.trainable, self.critic), fixed)
+        if settings.beta > 0 and not settings.exact_kl:
+            numbers = numbers._replace(reference=self._reference_scores(batch))
+        return numbers
+
+    def _update(self, batch: TrainBatch, targets: Targets) -> tuple[dict[str, float], bool]:
         reports: list[dict[str, float]] = []
+        sample = np.repeat(np.arange(batch.num_samples), batch.lengths)
+        live = np.bincount(sample, batch.mask, minlength=batch.num_samples) > 0
+        parts = [part for part in _minibatches(batch.num_samples, self.settings.minibatch_size) if live[part].any()]
         for _ in range(self.settings.epochs):
             for part in parts:
-                report, logprobs = self._one_update(batch, advantages, part, old, reference)
+                report, logprobs = self._one_update(batch, part, targets)
                 reports.append(report)
-        metrics = _join_reports(reports, self.settings.epochs)
+        metrics = join_reports(reports, self.settings.epochs)
         skipped = metrics["update_skipped"] == 1.0
         # Of the weights before the first update, which are those that may have sampled.
-        return metrics | _mismatch(batch, logprobs if old is None else old, self.version), skipped
+        return metrics | mismatch(batch, logprobs if targets.old is None else targets.old, self.version), skipped
 
-    def _one_update(
-        self,
-        batch: TrainBatch,
-        advantages: np.ndarray,
-        part: np.ndarray,
-        old: np.ndarray | None,
-        reference: np.ndarray | None,
-    ) -> tuple[dict[str, float], np.ndarray]:
-        layout, pieces = self._pieces(batch, part, advantages, old, reference)
+    def _one_update(self, batch: TrainBatch, part: np.ndarray, targets: Targets) -> tuple[dict[str, float], np.ndarray]:
+        layout, pieces = self._pieces(batch, part, targets)
+        fixed = self._fixed_with_start if self.settings.kl_in_loss else self._fixed
         total: Any = None
         sums: dict[str, Any] = {}
         logprobs = np.full(len(batch.token_ids), np.nan, np.float32)
         for rows, packed in pieces:
             gradient = self._gradient(power_bucket(batch.num_samples, 8), rows.tokens.size > REMAT_TOKENS)
-            grads, metrics, lp = gradient(self.trainable, self._frozen, packed)
+            grads, metrics, lp = gradient(Trained(self.trainable, self.critic), fixed, packed)
             total = grads if total is None else self._add(total, grads)
             for name, value in metrics.items():
                 before = sums.get(name)
@@ -195,23 +247,35 @@ class PolicyTrainer:
                 sums[name] = value if before is None else join(before, value)
             real = rows.weight > 0
             logprobs[rows.source[real]] = np.asarray(lp)[real]
+        report = self._apply_gradients(total, sums["loss"] + sums.get("value_loss", 0.0))
+        report |= {name: float(value) for name, value in sums.items()}
+        report |= {"num_tokens": float(layout.weight.sum()), "packed_tokens": float(layout.num_tokens)}
+        return report, logprobs
+
+    def _apply_gradients(self, grads: Trained, loss: jax.Array) -> dict[str, float]:
+        """Moves what is to be trained now, if loss and gradients are finite."""
+        if self.critic is None:
+            (self.trainable,), (self.optimizer_state,), norms, applied = self._apply(
+                (self.trainable,), (self.optimizer_state,), (grads.policy,), loss
+            )
+        elif self._warms_up:
+            (self.critic,), (self.critic_state,), norms, applied = self._apply_critic(
+                (self.critic,), (self.critic_state,), (grads.critic,), loss
+            )
+            return {"critic_grad_norm": float(norms[0]), "update_skipped": float(not applied)}
+        else:
+            trees, states, norms, applied = self._apply(
+                (self.trainable, self.critic), (self.optimizer_state, self.critic_state), tuple(grads), loss
+            )
+            (self.trainable, self.critic), (self.optimizer_state, self.critic_state) = trees, states
         rate = float(self._rate(self.updates))
-        new, self.optimizer_state, norm, applied = self._apply(
-            self.trainable, self.optimizer_state, total, sums["loss"]
-        )
-        self.trainable = new
         self.updates += int(applied)
-        report = {name: float(value) for name, value in sums.items()}
-        report |= {"grad_norm": float(norm), "learning_rate": rate, "num_tokens": float(layout.weight.sum())}
-        return report | {"packed_tokens": float(layout.num_tokens), "update_skipped": float(not applied)}, logprobs
+        names = ("grad_norm", "critic_grad_norm")
+        report = {name: float(norm) for name, norm in zip(names, norms, strict=False)}
+        return report | {"learning_rate": rate, "update_skipped": float(not applied)}
 
     def _pieces(
-        self,
-        batch: TrainBatch,
-        part: np.ndarray,
-        advantages: np.ndarray,
-        old: np.ndarray | None,
-        reference: np.ndarray | None,
+        self, batch: TrainBatch, part: np.ndarray, targets: Targets
     ) -> tuple[PackedBatch, list[tuple[PackedBatch, Packed]]]:
         """Packs the samples `part` of the batch and cuts the rows into micro-batches; indices refer to the whole batch."""
         layout = pack(batch, only=part, max_row=min(MAX_ROW, self.microbatch_tokens))
@@ -219,9 +283,15 @@ class PolicyTrainer:
         num_sequences = len(np.unique(layout.sample[layout.weight > 0]))
         aggregation = AGGREGATIONS[self.settings.preset.aggregation]
         divisor = aggregation.divisor(num_tokens, num_sequences, self.settings.max_response_length)
-        behaviour = _behaviour(batch)
-        temperature = np.where(batch.temperature > 0, batch.temperature, 1.0).astype(np.float32)
         unknown = np.full(len(batch.token_ids), np.nan, np.float32)
+        per_token = {
+            "temperature": np.where(batch.temperature > 0, batch.temperature, 1.0).astype(np.float32),
+            "advantage": targets.advantages.astype(np.float32),
+            "behaviour": behaviour_logprobs(batch),
+            "old": targets.old,
+            "reference": targets.reference,
+            "returns": targets.returns,
+        }
         pieces = []
         for rows in split_rows(layout, self.microbatch_tokens):
             arrays: dict[str, Any] = {
@@ -233,52 +303,35 @@ class PolicyTrainer:
                 "target": rows.target,
                 "sample": rows.sample,
                 "trained": rows.weight,
-                "temperature": temperature[rows.source],
-                "advantage": advantages[rows.sample].astype(np.float32),
-                "behaviour": behaviour[rows.source],
-                "old": (unknown if old is None else old)[rows.source],
-                "reference": (unknown if reference is None else reference)[rows.source],
                 "divisor": np.float32(divisor),
                 "num_trained": np.float32(max(num_tokens, 1)),
             }
+            arrays |= {name: (unknown if flat is None else flat)[rows.source] for name, flat in per_token.items()}
             pieces.append((rows, Packed(**arrays)))
         return layout, pieces
 
-    def _flat_scores(self, batch: TrainBatch, part: np.ndarray, trainable: Params, frozen: Params | None) -> np.ndarray:
-        """Log-probs of the trained tokens at the flat places of the batch, NaN elsewhere."""
-        flat = np.full(len(batch.token_ids), np.nan, np.float32)
-        _, pieces = self._pieces(batch, part, np.zeros(batch.num_samples), None, None)
+    def _scores(self, batch: TrainBatch, trained: Trained, fixed: Fixed) -> PolicyNumbers:
+        """Scores of the trained tokens at the flat places of the batch, NaN elsewhere; no reference."""
+        total = len(batch.token_ids)
+        found: dict[str, np.ndarray] = {}
+        everything = np.arange(batch.num_samples)
+        _, pieces = self._pieces(batch, everything, Targets(np.zeros(total, np.float32)))
         for rows, packed in pieces:
-            lp = np.asarray(self._score(trainable, frozen, packed))
-            real = rows.weight > 0
-            flat[rows.source[real]] = lp[real]
-        return flat
+            scores, real = self._score(trained, fixed, packed), rows.weight > 0
+            for name, values in (("logprobs", scores.logprob), ("kl", scores.kl), ("values", scores.value)):
+                if values is not None:
+                    flat = found.setdefault(name, np.full(total, np.nan, np.float32))
+                    flat[rows.source[real]] = np.asarray(values)[real]
+        return PolicyNumbers(**found)
 
     def _reference_scores(self, batch: TrainBatch) -> np.ndarray:
         """Log-probs under the start model; with LoRA that is the base with a zero adapter."""
-        everything = np.arange(batch.num_samples)
-        if self.settings.lora is None:
-            assert self._start is not None
-            return self._flat_scores(batch, everything, self._start, None)
-        zero = jax.tree.map(jnp.zeros_like, self.trainable)
-        return self._flat_scores(batch, everything, zero, self._start)
-
-
-def _join_reports(reports: list[dict[str, float]], epochs: int) -> dict[str, float]:
-    """One report of all updates of a batch: token counts of one pass, greatest of a maximum, last rate, else token means."""
-    weights = [report["num_tokens"] for report in reports]
-    joined = {}
-    for name in reports[0]:
-        values = [report[name] for report in reports]
-        if name in ("num_tokens", "packed_tokens"):
-            joined[name] = sum(values) / epochs
-        elif name == "update_skipped":
-            joined[name] = sum(values) / len(values)
-        elif name.endswith("_max"):
-            joined[name] = max(values)
-        else:
-            joined[name] = values[-1] if name == "learning_rate" else float(np.average(values, weights=weights))
-    return joined
+        policy = self._start if self.settings.lora is None else jax.tree.map(jnp.zeros_like, self.trainable)
+        assert policy is not None
+        # With the critic, whose values nobody reads, it is the program that scored the policy.
+        scores = self._scores(batch, Trained(policy, self.critic), self._fixed)
+        assert scores.logprobs is not None
+        return scores.logprobs
 
 
 def check_same_form(mine: Mapping[str, Any], given: Mapping[str, Any]) -> None:
@@ -300,57 +353,8 @@ def _minibatches(count: int, size: int | None) -> list[np.ndarray]:
     return [order] if not size or size >= count else [order[i : i + size] for i in range(0, count, size)]
 
 
-def _behaviour(batch: TrainBatch) -> np.ndarray:
-    """Sampler log-probs on the trainer's support, NaN where unknown.
-
-    Filters renormalise what the sampler reports; the trainer's softmax covers the whole vocabulary, so such tokens are
-    compared by their raw log-probs, which are those of T = 1.
-    """
-    raw = np.where(np.isin(batch.temperature, (0.0, 1.0)), batch.raw_logprobs, np.nan)
-    return np.where(batch.filtered > 0, raw, batch.logprobs).astype(np.float32)
-
-
-def _unusable(batch: TrainBatch) -> np.ndarray:
-    """bool [n]: samples with a trained token whose uploaded log-prob is not finite. They spoil the update, visibly."""
-    bad = (batch.mask > 0) & ~np.isfinite(batch.logprobs) & ~(batch.filtered > 0)
-    return np.bincount(np.repeat(np.arange(batch.num_samples), batch.lengths)[bad], minlength=batch.num_samples) > 0
-
-
-def _mismatch(batch: TrainBatch, logprobs: np.ndarray, version: int) -> dict[str, float]:
-    """|Δlog-prob| between sampler and trainer over tokens that this very version sampled; absent without such tokens.
-
-    Samples that lived through a weight swap stand apart: their later tokens were drawn over keys and values of older weights.
-    """
-    on_policy = (batch.versions == version) & np.isfinite(logprobs)
-    swapped = np.repeat(_versions_per_sample(batch) > 1, batch.lengths)
-    gap = np.abs(logprobs - _behaviour(batch))
-    plain, apart = (gap[on_policy & which & np.isfinite(gap)] for which in (~swapped, swapped))
-    metrics = {"on_policy_tokens": float(len(plain))}
-    if len(plain):
-        metrics |= {"mismatch_max": float(plain.max()), "mismatch_mean": float(plain.mean())}
-    if len(apart):
-        metrics |= {"swapped_tokens": float(len(apart)), "mismatch_swapped_max": float(apart.max())}
-    return metrics
-
-
-def _versions_per_sample(batch: TrainBatch) -> np.ndarray:
-    """int [n], how many weights versions drew each sample's tokens."""
-    sample = np.repeat(np.arange(batch.num_samples), batch.lengths)
-    drawn = batch.versions >= 0
-    pairs = np.unique(np.stack([sample[drawn], batch.versions[drawn]]), axis=1)
-    return np.bincount(pairs[0], minlength=batch.num_samples)
-
-
-def _batch_metrics(batch: TrainBatch, advantages: np.ndarray, fates: list[str]) -> dict[str, float]:
-    trained_tokens = np.diff(np.concatenate([[0], np.cumsum(batch.mask, dtype=np.int64)])[batch.starts])
-    _, _, counts, flat = group_stats(batch.reward, batch.group)
-    groups = len(np.unique(batch.group))
-    zero_groups = len(np.unique(batch.group[flat & (counts > 1)]))
-    return {
-        "normalized_reward_mean": float(batch.reward.mean()),
-        "advantage_std": float(advantages.std()) if np.isfinite(advantages).all() else math.nan,
-        "response_length_mean": float(trained_tokens.mean()),
-        "samples_trained": float(sum(fate == "trained" for fate in fates)),
-        "groups": float(groups),
-        "zero_variance_groups": float(zero_groups),
-    }
+def _inside_band(batch: TrainBatch, logprobs: np.ndarray, cap: float) -> np.ndarray:
+    """uint8 [T]: trained tokens with π_old/π_sampler in [1/cap, cap]; those of an unknown sampler stay."""
+    shift = logprobs - behaviour_logprobs(batch)
+    outside = np.abs(shift) > np.log(cap)  # False for NaN
+    return (batch.mask * ~outside).astype(np.uint8)

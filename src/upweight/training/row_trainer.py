@@ -124,15 +124,15 @@ class RowTrainer(PolicyTrainer):
         counts = {"num_tokens": 0.0, "packed_tokens": 0.0}
         for packed, more in self._row_pieces(chosen):
             gradient = self._row_gradient(packed.tokens.size > REMAT_TOKENS)
-            grads, metrics = gradient(self.trainable, self._frozen, layout_of(packed), more)
+            grads, metrics = gradient(self.trainable, self._fixed.base, layout_of(packed), more)
             total = grads if total is None else self._add(total, grads)
             sums = metrics if not sums else {name: sums[name] + value for name, value in metrics.items()}
             counts["num_tokens"] += float(packed.weight.sum())
             counts["packed_tokens"] += float(packed.num_tokens)
-        rate = float(self._rate(self.updates))
-        self.trainable, self.optimizer_state, norm, applied = self._apply(
-            self.trainable, self.optimizer_state, total, sums["loss"]
+        (self.trainable,), (self.optimizer_state,), (norm,), applied = self._apply(
+            (self.trainable,), (self.optimizer_state,), (total,), sums["loss"]
         )
+        rate = float(self._rate(self.updates))
         self.updates += int(applied)
         report = {name: float(value) for name, value in sums.items()} | counts
         return report | {"grad_norm": float(norm), "learning_rate": rate, "update_skipped": float(not applied)}

@@ -5,17 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from upweight.errors import ConfigError
 from upweight.ops.policy_loss import KL_ESTIMATORS
 
 CHOICES: dict[str, tuple[str, ...]] = {
-    "advantage": ("given", "group"),
+    "advantage": ("given", "group", "reward"),
     "lr_schedule": ("constant", "linear", "cosine"),
-    "correction": ("none", "truncated"),
-    "kl_estimator": tuple(KL_ESTIMATORS),
+    "correction": ("none", "truncated", "masked", "decoupled"),
+    "kl_estimator": ("exact", *KL_ESTIMATORS),
+    "kind": ("value_head",),
 }
+
+ONE_INCLUDED = math.nextafter(1.0, 2.0)
 
 # Name → (least, whether the least itself is allowed, greatest).
 RANGES: dict[str, tuple[float, bool, float]] = {
@@ -38,6 +41,9 @@ RANGES: dict[str, tuple[float, bool, float]] = {
     "dual_clip": (1, False, math.inf),
     "rank": (1, True, math.inf),
     "alpha": (0, False, math.inf),
+    "gamma": (0, True, ONE_INCLUDED),
+    "gae_lambda": (0, True, ONE_INCLUDED),
+    "warmup_batches": (0, True, math.inf),
 }
 
 
@@ -51,7 +57,8 @@ def check_fields(values: Mapping[str, Any]) -> None:
             # Written so that NaN fails; the greatest value is always left out.
             if not ((least <= value if inclusive else least < value) and value < greatest):
                 start = f"[{least}" if inclusive else f"({least}"
-                raise ConfigError(f"{name} {value!r} is out of range; allowed: {start}, {greatest})")
+                end = "1]" if greatest == ONE_INCLUDED else f"{greatest})"
+                raise ConfigError(f"{name} {value!r} is out of range; allowed: {start}, {end}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,11 +67,14 @@ class Preset:
 
     loss: str = "clip"
     aggregation: str = "token_mean"
-    advantage: str = "group"
+    advantage: str = "group"  # of `ADVANTAGES`, or of a terminal reward: returns | gae
+    whiten: bool = False  # advantages that are made here are whitened over the batch's trained tokens
     clip_low: float = 0.2
     clip_high: float = 0.2
     dual_clip: float | None = None
     kl_estimator: str = "k3"
+    kl_in_reward: bool = False  # β·KL lowers the reward of each token instead of standing in the loss
+    mask_truncated: bool = False  # answers that the length limit cut are not trained
 
     def __post_init__(self) -> None:
         check_fields({name: getattr(self, name) for name in ("clip_low", "clip_high", "dual_clip", "kl_estimator")})
@@ -74,11 +84,17 @@ PRESETS: dict[str, Preset] = {
     "grpo": Preset(aggregation="seq_mean_token_mean"),
     "bnpo": Preset(),
     "dr_grpo": Preset(aggregation="seq_mean_token_sum_norm", advantage="group_centered"),
-    "dapo": Preset(clip_high=0.28),
+    "dapo": Preset(clip_high=0.28, mask_truncated=True),
     "gspo": Preset(loss="clip_sequence", aggregation="seq_mean_token_mean", clip_low=3e-4, clip_high=4e-4),
     "cispo": Preset(loss="cispo"),
     "rloo": Preset(loss="clip_sequence_sum", aggregation="seq_mean_token_sum", advantage="rloo", kl_estimator="k1"),
+    "reinforce": Preset(loss="reinforce", advantage="returns", kl_estimator="k1", kl_in_reward=True),
+    "reinforce_pp": Preset(advantage="returns", whiten=True, kl_estimator="k1", kl_in_reward=True),
+    "reinforce_pp_baseline": Preset(advantage="group_centered", whiten=True, kl_estimator="k2"),
+    "ppo": Preset(advantage="gae", whiten=True, kl_estimator="k1", kl_in_reward=True),
 }
+FROM_REWARD = ("returns", "gae")  # estimators that take one terminal reward a sample
+BASELINES = ("reinforce_pp_baseline",)  # whose own estimator of a terminal reward is its group formula
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,11 +112,26 @@ class LoraSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CriticSettings:
+    """A linear value head on the decoder's last hidden state, trained beside the policy."""
+
+    kind: str = "value_head"
+    learning_rate: float = 1e-5
+    gamma: float = 1.0
+    gae_lambda: float = 0.95
+    warmup_batches: int = 0  # first batches that train the critic alone
+
+    def __post_init__(self) -> None:
+        check_fields(asdict(self))
+
+
+@dataclass(frozen=True, kw_only=True)
 class PolicySettings:
     """Settings of `PolicyTrainer`; names and meaning as in the method object of a job."""
 
     algorithm: str = "grpo"
-    advantage: str = "given"  # given: rewards are advantages; group: the preset's own formula is applied
+    # given: rewards are advantages; group: the preset's own formula is applied; reward: the preset's estimator of returns
+    advantage: str = "given"
     preset: Preset = PRESETS["grpo"]
     learning_rate: float = 1e-5
     lr_schedule: str = "constant"
@@ -119,10 +150,31 @@ class PolicySettings:
     is_cap: float = 2.0
     max_response_length: int = 256
     lora: LoraSettings | None = None
+    critic: CriticSettings | None = None  # of ppo
     seed: int = 0
 
     def __post_init__(self) -> None:
         check_fields({field.name: getattr(self, field.name) for field in fields(self)})
+        own, allowed = self.preset.advantage, _advantages_of(self.algorithm, self.preset)
+        if self.advantage not in allowed:
+            choice = " or ".join(allowed)
+            raise ConfigError(f"advantage {self.advantage!r} does not fit algorithm {self.algorithm!r}; use {choice}")
+        if (self.critic is not None) != (own == "gae"):
+            raise ConfigError("critic belongs to algorithm 'ppo', which needs one; give both or neither")
+        if self.correction == "masked" and self.is_cap < 1:
+            raise ConfigError(f"is_cap {self.is_cap!r} leaves out every token with correction 'masked'; use 1 or more")
+
+    @property
+    def kl_in_loss(self) -> bool:
+        return self.beta > 0 and not self.preset.kl_in_reward
+
+    @property
+    def kl_in_reward(self) -> bool:
+        return self.beta > 0 and self.preset.kl_in_reward
+
+    @property
+    def exact_kl(self) -> bool:
+        return self.beta > 0 and self.preset.kl_estimator == "exact"
 
     @property
     def updates_per_batch(self) -> int:
@@ -136,31 +188,43 @@ class PolicySettings:
         algorithm = method.get("algorithm", "grpo")
         if algorithm not in PRESETS:
             raise ConfigError(f"algorithm {algorithm!r} is not offered; offered: {', '.join(PRESETS)}")
-        if method.get("mask_truncated"):
-            raise ConfigError("mask_truncated true is not offered by this trainer; mask such samples in the rollout")
-        overrides = {
-            k: method[k] for k in ("clip_low", "clip_high", "dual_clip", "kl_estimator") if method.get(k) is not None
-        }
-        own = {field.name for field in fields(cls)} - {
-            "algorithm",
-            "preset",
-            "lora",
-            "total_steps",
-            "max_response_length",
-        }
+        preset = replace(PRESETS[algorithm], **{k: method[k] for k in OF_PRESET if method.get(k) is not None})
+        own = {field.name for field in fields(cls)} - READ_APART
         given = {name: method[name] for name in own if method.get(name) is not None}
+        given.setdefault("advantage", _advantages_of(algorithm, preset)[0])
         if "max_grad_norm" in method:
             given["max_grad_norm"] = method["max_grad_norm"]
-        lora = method.get("lora")
-        unknown = set(lora or {}) - {field.name for field in fields(LoraSettings)}
-        if unknown:
-            raise ConfigError(f"lora.{min(unknown)} is not known; known: rank, alpha, targets")
         sampling = method.get("sampling") or {}
+        critic = {} if algorithm == "ppo" and method.get("critic") is None else method.get("critic")
         return cls(
             algorithm=algorithm,
-            preset=replace(PRESETS[algorithm], **overrides),
-            lora=LoraSettings(**lora) if lora is not None else None,
+            preset=preset,
+            lora=_nested(LoraSettings, "lora", method.get("lora")),
+            critic=_nested(CriticSettings, "critic", critic),
             total_steps=method.get("num_batches"),
             max_response_length=int(sampling.get("max_tokens") or 256),
             **given,
         )
+
+
+# Fields of the method object that replace the preset's, and fields of the settings that are not read by their own name.
+OF_PRESET = ("clip_low", "clip_high", "dual_clip", "kl_estimator", "mask_truncated")
+READ_APART = {"algorithm", "preset", "lora", "critic", "total_steps", "max_response_length"}
+
+Nested = TypeVar("Nested", LoraSettings, CriticSettings)
+
+
+def _nested(kind: type[Nested], name: str, given: Mapping[str, Any] | None) -> Nested | None:
+    if given is None:
+        return None
+    known = [field.name for field in fields(kind)]
+    if unknown := set(given) - set(known):
+        raise ConfigError(f"{name}.{min(unknown)} is not known; known: {', '.join(known)}")
+    return kind(**given)
+
+
+def _advantages_of(algorithm: str, preset: Preset) -> tuple[str, ...]:
+    """Which `advantage` an algorithm takes, its default first."""
+    if preset.advantage in FROM_REWARD:
+        return ("reward",)
+    return ("given", "group", "reward") if algorithm in BASELINES else ("given", "group")

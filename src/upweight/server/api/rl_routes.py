@@ -9,6 +9,7 @@ from fastapi import APIRouter, Query, Request
 from upweight.server.api.context import JobOf, PartsOf, ProjectOf, off_the_loop, parse_json, read_body, write_once
 from upweight.server.api.progress import explain, progress
 from upweight.server.api.uploads import parse_upload
+from upweight.server.methods import needs_task
 from upweight.server.refusals import invalid
 from upweight.server.store import batches, jobs
 from upweight.server.store.jobs import get_job
@@ -90,8 +91,7 @@ async def submit_samples(
 ) -> dict[str, Any]:
     parts.contacts.note(job.id, "upload")
     body = await read_body(request)
-    needs_task = job.settings["advantage"] == "group"
-    samples = await off_the_loop(parts, len(body), parse_upload, body, needs_task)
+    samples = await off_the_loop(parts, len(body), parse_upload, body, needs_task(job.settings))
     answer, _ = await write_once(
         request, project, body, lambda c: batches.add_samples(c, job.id, project, batch_index, samples)
     )

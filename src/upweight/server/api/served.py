@@ -52,6 +52,7 @@ def served_of(request: dict[str, Any], answer: dict[str, Any]) -> list[Served]:
                 temperature=temperature,
                 filtered=filtered,
                 settings=settings,
+                finish_reason=choice.get("finish_reason"),
             )
         )
     return found
@@ -135,5 +136,6 @@ class StreamReader:
                 if isinstance(values, list):
                     whole["logprobs"].setdefault(name, []).extend(values)
             if part.get("finish_reason") is not None:
+                whole["finish_reason"] = part["finish_reason"]
                 done.append(self._choices.pop(index))
         return done

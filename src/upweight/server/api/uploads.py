@@ -91,7 +91,7 @@ def _problems(sample: UploadedSample, needs_task: bool) -> list[tuple[str, str]]
         reward = sample.normalized_reward
         found.append(("normalized_reward", f"normalized_reward is {reward}, it must be a finite number of 32 bits"))
     if needs_task and not isinstance(sample.debug_info.get("task_id"), str | int):
-        found.append(("debug_info", 'debug_info["task_id"] is missing; advantage "group" needs it to form groups'))
+        found.append(("debug_info", 'debug_info["task_id"] is missing; advantages within a group need it'))
     return found
 
 

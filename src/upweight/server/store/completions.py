@@ -24,6 +24,7 @@ class Served:
     temperature: float
     filtered: bool
     settings: dict[str, Any]
+    finish_reason: str | None = None  # "length": the answer was cut
 
 
 def remember(connection: Connection, job_id: str, served: list[Served]) -> None:

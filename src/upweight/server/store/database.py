@@ -17,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sqlalchemy import Connection, Engine, create_engine, event, insert, select
+from sqlalchemy import Connection, Engine, create_engine, event, insert, select, text, update
 from sqlalchemy.exc import DatabaseError
 from sqlalchemy.pool import NullPool, QueuePool
 
@@ -83,6 +83,7 @@ class Database:
                 found = connection.scalar(select(table.c.value).where(table.c.name == "schema"))
                 if found is None:
                     connection.execute(insert(table).values(name="schema", value=str(schema.SCHEMA_VERSION)))
+                found = _upgraded(connection, found)
         except DatabaseError as error:
             raise StoreError(
                 f"store {self.path} cannot be opened: {error.orig}; restore it or use another --home"
@@ -103,6 +104,17 @@ class Database:
                         break
                     group.append(following)
                 _commit(connection, group)
+
+
+def _upgraded(connection: Connection, found: str | None) -> str | None:
+    """The version after all steps that are known from an older one."""
+    while found in schema.UPGRADES:
+        for statement in schema.UPGRADES[found]:
+            connection.execute(text(statement))
+        found = str(int(found) + 1)
+        table = schema.properties
+        connection.execute(update(table).where(table.c.name == "schema").values(value=found))
+    return found
 
 
 def _commit(connection: Connection, group: list[tuple[Operation[Any], Future[Any]]]) -> None:

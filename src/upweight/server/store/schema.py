@@ -16,7 +16,14 @@ from sqlalchemy import (
     UniqueConstraint,
 )
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
+# Older version → what makes it the next one. New tables need nothing.
+UPGRADES: dict[str, tuple[str, ...]] = {
+    "2": (
+        "ALTER TABLE completions ADD COLUMN finish_reason VARCHAR",
+        "ALTER TABLE samples ADD COLUMN truncated BOOLEAN",
+    )
+}
 
 metadata = MetaData()
 
@@ -103,6 +110,7 @@ samples = Table(
     # written when the batch is built, so that a replay reads the same numbers
     Column("matched", Boolean),
     Column("filtered", Boolean),
+    Column("truncated", Boolean),  # its last answer was cut by the length limit
     Column("temperatures", LargeBinary),  # float32
     Column("filtered_tokens", LargeBinary),  # uint8
     Column("raw_logprobs", LargeBinary),  # float32
@@ -126,6 +134,7 @@ completions = Table(
     Column("temperature", Float, nullable=False),
     Column("filtered", Boolean, nullable=False),
     Column("settings", JSON, nullable=False),
+    Column("finish_reason", String),
     Index("completions_by_key", "job_id", "key"),
 )
 

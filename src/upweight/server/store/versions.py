@@ -87,7 +87,7 @@ def checkpoints(connection: Connection, job_id: str) -> list[Row]:
 
 
 def ledger(connection: Connection, job_id: str) -> dict[str, int]:
-    """Counts per fate, which add up to `accepted`; `unmatched` and `filtered` are counted apart."""
+    """Counts per fate, which add up to `accepted`; `unmatched`, `filtered` and `truncated` say how a sample was drawn, and are counted apart."""
     table = schema.samples
     query = select(table.c.fate, func.count()).where(table.c.job_id == job_id).group_by(table.c.fate)
     by_fate = {row[0]: row[1] for row in connection.execute(query)}
@@ -95,11 +95,14 @@ def ledger(connection: Connection, job_id: str) -> dict[str, int]:
     counts["not_yet_trained"] = by_fate.pop(None, 0)
     accepted = sum(counts.values())
     assert not by_fate, f"unknown fates {sorted(by_fate)}"
-    apart = select(
-        func.count().filter(table.c.matched.is_(False)), func.count().filter(table.c.filtered.is_(True))
-    ).where(table.c.job_id == job_id)
-    unmatched, filtered = connection.execute(apart).one()
-    return {"accepted": accepted, **counts, "unmatched": unmatched, "filtered": filtered}
+    apart = {
+        "unmatched": table.c.matched.is_(False),
+        "filtered": table.c.filtered.is_(True),
+        "truncated": table.c.truncated.is_(True),
+    }
+    columns = [func.count().filter(condition) for condition in apart.values()]
+    found = connection.execute(select(*columns).where(table.c.job_id == job_id)).one()
+    return {"accepted": accepted, **counts, **dict(zip(apart, found, strict=True))}
 
 
 def file_ledger(connection: Connection, job_id: str, settings: dict[str, Any]) -> dict[str, int]:
@@ -108,4 +111,4 @@ def file_ledger(connection: Connection, job_id: str, settings: dict[str, Any]) -
     counts = dict.fromkeys(FATES, 0)
     counts |= {fate: int(total(connection, job_id, f"samples_{fate}")) for fate in ("trained", "masked")}
     counts["not_yet_trained"] = accepted - sum(counts.values())
-    return {"accepted": accepted, **counts, "unmatched": 0, "filtered": 0}
+    return {"accepted": accepted, **counts, "unmatched": 0, "filtered": 0, "truncated": 0}

@@ -27,7 +27,7 @@ async def next_order(database: Database, job: Job, index: int) -> Order:
     if job.method_type != "reinforcement":
         rows = rows_of_batch(job, index)
         return Order(index=index, body=b"", num_samples=rows, sample_seqs=[], metrics={"samples": float(rows)})
-    await database.write(lambda c: join_batch(c, job.id, index))
+    await database.write(lambda c: join_batch(c, job.id, index, max_tokens=job.settings["sampling"]["max_tokens"]))
     built = await database.read(lambda c: build_batch(c, job.id, index))
     return Order(
         index=index,

@@ -16,7 +16,7 @@ import errno
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,14 @@ from upweight.server.worker_protocol import (
 
 STORE_PAUSE = 5.0  # seconds
 DISK_FULL = os.strerror(errno.ENOSPC)
+
+ODD_SAMPLES = {
+    "filtered": "samples drawn with top-k, top-p, min-p, penalties or greedily are trained against raw log-probabilities",
+    "unmatched": "samples that match no completion of this server are trained with the log-probabilities they bring",
+    "masked": "samples without a token to train are left out: an empty mask, or an answer that the length limit cut",
+    "stale": "samples are left out because the policy is too far from the one that drew them (correction masked)",
+    "refused": "samples longer than the model's context or with ids outside its vocabulary are left out",
+}
 
 log = logging.getLogger(__name__)
 
@@ -245,21 +253,18 @@ class JobRunner:
         metrics = {**order.metrics, **result.metrics}
         await self.database.write(lambda c: versions.record_version(c, self.job_id, result, order.sample_seqs, metrics))
         self._deaths = 0
-        await self._tell_odd_samples(order)
+        await self._tell_odd_samples(order, result.fates)
         await self._maybe_checkpoint(worker, result.version)
         await self._announce(result.version, {"version": result.version, "fingerprint": result.fingerprint, **metrics})
         await self._judge_skip(result)
         await self._state("running")
 
-    async def _tell_odd_samples(self, order: Order) -> None:
-        """One event per job for each kind of sample that is trained on less than the server could know."""
-        texts = {
-            "filtered": "samples drawn with top-k, top-p, min-p, penalties or greedily are trained against raw log-probabilities",
-            "unmatched": "samples that match no completion of this server are trained with the log-probabilities they bring",
-        }
-        for kind, text in texts.items():
-            if order.metrics.get(kind, 0) > 0:
-                await self.database.write(partial(jobs.add_event_once, job_id=self.job_id, message=text, level="warn"))
+    async def _tell_odd_samples(self, order: Order, fates: Sequence[str]) -> None:
+        """One event per job for each kind of sample that is trained on less than it might be, or not at all."""
+        odd = [kind for kind in ("filtered", "unmatched") if order.metrics.get(kind, 0) > 0]
+        for kind in [*odd, *(fate for fate in ODD_SAMPLES if fate in fates)]:
+            text = ODD_SAMPLES[kind]
+            await self.database.write(partial(jobs.add_event_once, job_id=self.job_id, message=text, level="warn"))
 
     async def _order_training(self, worker: WorkerProcess, order: Order) -> TrainResult:
         index = order.index

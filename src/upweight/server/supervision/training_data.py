@@ -8,6 +8,8 @@ Invariants:
   Several completions may have the same ids; the one whose log-probabilities are nearest to the uploaded ones is meant, of equal
   ones the newest.
 * Temperature and filters are those of each turn: a conversation may be sampled with several.
+* A sample is cut when the completion of its last turn was ended by its length limit. Of a last turn that matches nothing no limit
+  is known: it counts as cut when the sample ends with it and it has as many tokens as the job's own limit allows.
 * A greedy completion (temperature 0) reports raw log-probabilities, so it is handed over as temperature 1, `filtered`.
 """
 
@@ -43,10 +45,11 @@ class Join:
     temperature_T: np.ndarray  # float32, 1 where unknown and on context
     raw_logprobs_T: np.ndarray  # float32, NaN where unknown
     versions_T: np.ndarray  # int32, -1 where unknown and on context
+    truncated: bool
 
 
-def join_batch(connection: Connection, job_id: str, index: int) -> None:
-    """Join the samples of a batch that were not joined yet, and store the result."""
+def join_batch(connection: Connection, job_id: str, index: int, *, max_tokens: int) -> None:
+    """Join the samples of a batch that were not joined yet, and store the result. `max_tokens`: the job's limit of an answer."""
     rows = [row for row in _sample_rows(connection, job_id, index) if row.matched is None]
     if not rows:
         return
@@ -55,9 +58,9 @@ def join_batch(connection: Connection, job_id: str, index: int) -> None:
     served = completions.find(connection, job_id, [key for turns in keys.values() for _, _, key in turns])
     table = schema.samples
     change = update(table).where(table.c.seq == bindparam("the_seq"))
-    names = ("matched", "filtered", "filtered_tokens", "temperatures", "raw_logprobs", "versions")
+    names = ("matched", "filtered", "truncated", "filtered_tokens", "temperatures", "raw_logprobs", "versions")
     change = change.values({name: bindparam(f"the_{name}") for name in names})
-    connection.execute(change, [_join_values(row, keys[row.seq], served) for row in rows])
+    connection.execute(change, [_join_values(row, keys[row.seq], served, max_tokens) for row in rows])
 
 
 def build_batch(connection: Connection, job_id: str, index: int) -> BuiltBatch:
@@ -80,6 +83,7 @@ def build_batch(connection: Connection, job_id: str, index: int) -> BuiltBatch:
         versions=versions,
         filtered=_concatenate(rows, "filtered_tokens", "u1"),
         matched=np.array([row.matched for row in rows], dtype=np.uint8),
+        truncated=np.array([bool(row.truncated) for row in rows], dtype=np.uint8),
         peer_reward=peer_reward,
         peer_group=peer_group,
     )
@@ -147,12 +151,15 @@ def _turn_keys(row: Row) -> Iterator[tuple[int, int, bytes]]:
         yield start, end, completion_key(tokens_T[:start], tokens_T[start:end])
 
 
-def _join_values(row: Row, turns: list[tuple[int, int, bytes]], served: dict[bytes, list[Row]]) -> dict[str, object]:
-    join = _join(row, turns, served)
+def _join_values(
+    row: Row, turns: list[tuple[int, int, bytes]], served: dict[bytes, list[Row]], max_tokens: int
+) -> dict[str, object]:
+    join = _join(row, turns, served, max_tokens)
     return {
         "the_seq": row.seq,
         "the_matched": join.matched,
         "the_filtered": bool(join.filtered_T.any()),
+        "the_truncated": join.truncated,
         "the_filtered_tokens": join.filtered_T.tobytes(),
         "the_temperatures": join.temperature_T.astype("<f4").tobytes(),
         "the_raw_logprobs": join.raw_logprobs_T.astype("<f4").tobytes(),
@@ -160,18 +167,20 @@ def _join_values(row: Row, turns: list[tuple[int, int, bytes]], served: dict[byt
     }
 
 
-def _join(row: Row, turns: list[tuple[int, int, bytes]], served: dict[bytes, list[Row]]) -> Join:
+def _join(row: Row, turns: list[tuple[int, int, bytes]], served: dict[bytes, list[Row]], max_tokens: int) -> Join:
     logprobs_T = np.frombuffer(row.logprobs, dtype="<f4")
     raw_T = np.full(len(logprobs_T), np.nan, dtype=np.float32)
     versions_T = np.full(len(logprobs_T), UNKNOWN_VERSION, dtype=np.int32)
     temperature_T = np.ones(len(logprobs_T), dtype=np.float32)
     filtered_T = np.zeros(len(logprobs_T), dtype=np.uint8)
-    joined = 0
+    joined, truncated = 0, False
     for start, end, key in turns:
         if not (candidates := served.get(key)):
+            truncated = end == len(logprobs_T) and end - start >= max_tokens
             continue
         best = min(reversed(candidates), key=lambda served_row: _distance(served_row, logprobs_T[start:end]))
         joined += 1
+        truncated = best.finish_reason == "length"
         temperature_T[start:end], filtered_T[start:end] = best.temperature, best.filtered
         versions_T[start:end] = np.frombuffer(best.versions, dtype="<i4")
         if best.raw_logprobs is not None:
@@ -182,6 +191,7 @@ def _join(row: Row, turns: list[tuple[int, int, bytes]], served: dict[bytes, lis
         temperature_T=temperature_T,
         raw_logprobs_T=raw_T,
         versions_T=versions_T,
+        truncated=truncated,
     )
 
 
@@ -200,6 +210,7 @@ def _metrics(rows: list[Row], batch: TrainBatch, index: int) -> dict[str, float]
         "normalized_reward_mean": float(batch.reward.mean()),
         "unmatched": float(len(rows) - batch.matched.sum()),
         "filtered": float(sum(row.filtered for row in rows)),
+        "truncated": float(batch.truncated.sum()),
     }
     if raw:
         metrics["reward_mean"] = float(np.mean(raw))
