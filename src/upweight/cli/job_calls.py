@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from upweight.errors import ConfigError
 
@@ -22,8 +22,8 @@ def get_job(client: TokenFactory, job_id: str) -> dict[str, Any]:
     return answer
 
 
-def cancel_job(client: TokenFactory, job_id: str) -> dict[str, Any]:
-    answer: dict[str, Any] = client.post(f"{client.v1.fine_tuning.jobs.endpoint(job_id=_named(job_id))}/cancel").json()
+def order_job(client: TokenFactory, job_id: str, order: Literal["cancel", "pause", "resume"]) -> dict[str, Any]:
+    answer: dict[str, Any] = client.post(f"{client.v1.fine_tuning.jobs.endpoint(job_id=_named(job_id))}/{order}").json()
     return answer
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -156,16 +156,41 @@ def watch(job_id: JobId, url: Url = None, key: Key = None, as_json: Json = False
 def cancel(job_id: JobId, url: Url = None, key: Key = None, as_json: Json = False) -> None:
     """End a job; what it has trained so far stays on the disk."""
     from upweight.cli.connection import session
-    from upweight.cli.job_calls import cancel_job
+    from upweight.cli.job_calls import order_job
     from upweight.cli.screen import print_json, print_lines
 
     with session(url, key) as (client, _):
-        job = cancel_job(client, job_id)
+        job = order_job(client, job_id, "cancel")
     if as_json:
         print_json(job)
         return
     ended = job["status"] == "cancelled"
     print_lines([f"{job_id} cancelled" if ended else f"{job_id} was over already: {job['status']}"])
+
+
+@app.command()
+def pause(job_id: JobId, url: Url = None, key: Key = None, as_json: Json = False) -> None:
+    """Stop a job's worker and free its place; samples are still taken, and nothing is lost."""
+    _order(job_id, "pause", url, key, as_json)
+
+
+@app.command()
+def resume(job_id: JobId, url: Url = None, key: Key = None, as_json: Json = False) -> None:
+    """Let a paused job go on, as soon as it has a place."""
+    _order(job_id, "resume", url, key, as_json)
+
+
+def _order(job_id: str, order: Literal["pause", "resume"], url: str | None, key: str | None, as_json: bool) -> None:
+    from upweight.cli.connection import session
+    from upweight.cli.job_calls import order_job
+    from upweight.cli.screen import print_json, print_lines
+
+    with session(url, key) as (client, _):
+        job = order_job(client, job_id, order)
+    if as_json:
+        print_json(job)
+    else:
+        print_lines([f"{job_id} {job['job_status']}: {job['reason']}"])
 
 
 def _model_for_server(model: str) -> Any:

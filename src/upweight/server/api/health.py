@@ -32,7 +32,9 @@ async def alive() -> dict[str, str]:
 async def health(parts: PartsOf) -> AsciiJSON:
     """503 while a model that was served cannot be asked: its engine ended, and the job's next worker is not there yet."""
     unfinished = await parts.database.read(jobs.unfinished_jobs)
-    expected = [job for job in unfinished if job.inference_version is not None and job.job_status != "queued"]
+    expected = [
+        job for job in unfinished if job.inference_version is not None and job.job_status not in ("queued", "paused")
+    ]
     gone = [job for job in expected if not parts.supervisor.serves(job.id)]
     if not gone:
         return AsciiJSON({"status": "ok", "engines": len(expected)})

@@ -1,4 +1,4 @@
-"""`/v1/fine_tuning/jobs`: create, list, read, cancel; events and checkpoints. Lists are newest first, 20 unless asked otherwise."""
+"""`/v1/fine_tuning/jobs`: create, list, read, cancel, pause, resume; events and checkpoints. Lists are newest first, 20 unless asked otherwise."""
 
 from __future__ import annotations
 
@@ -101,6 +101,18 @@ async def get(job: JobOf, parts: PartsOf) -> dict[str, Any]:
 async def cancel(job: JobOf, parts: PartsOf) -> dict[str, Any]:
     # Cancelling twice has the effect of cancelling once, so a repeated key needs no record.
     await parts.supervisor.cancel(job.id)
+    return await parts.database.read(lambda c: job_answer(c, jobs.get_job(c, job.id)))
+
+
+@router.post("/{job_id}/pause")
+async def pause(job: JobOf, parts: PartsOf) -> dict[str, Any]:
+    await parts.supervisor.pause(job.id)
+    return await parts.database.read(lambda c: job_answer(c, jobs.get_job(c, job.id)))
+
+
+@router.post("/{job_id}/resume")
+async def resume(job: JobOf, parts: PartsOf) -> dict[str, Any]:
+    await parts.supervisor.resume(job.id)
     return await parts.database.read(lambda c: job_answer(c, jobs.get_job(c, job.id)))
 
 

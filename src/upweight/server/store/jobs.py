@@ -13,6 +13,7 @@ from upweight.server.refusals import Refusal, not_found
 from upweight.server.store import schema
 
 TERMINAL = frozenset({"succeeded", "failed", "cancelled"})
+_PAST = {"succeeded": "has succeeded", "failed": "has failed", "cancelled": "was cancelled"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +125,30 @@ def set_state(connection: Connection, job_id: str, job_status: str, reason: str 
         update(table).where(table.c.id == job_id, table.c.job_status.not_in(TERMINAL)).values(**values)
     )
     return changed.rowcount == 1
+
+
+def pause(connection: Connection, job_id: str) -> None:
+    """Raises Refusal 409 if the job is over."""
+    if not _is_now(connection, job_id, "paused"):
+        set_state(connection, job_id, "paused", "paused by request; resume it to go on")
+        add_event(connection, job_id, "job paused by request")
+
+
+def resume(connection: Connection, job_id: str) -> bool:
+    """Whether it was paused, and is queued now. Raises Refusal 409 if the job is over."""
+    if not _is_now(connection, job_id, "paused"):
+        return False
+    set_state(connection, job_id, "queued", "waits for a place")
+    add_event(connection, job_id, "job resumed by request")
+    return True
+
+
+def _is_now(connection: Connection, job_id: str, job_status: str) -> bool:
+    """Whether the job has this status. Raises Refusal 409 if it is over."""
+    job = get_job(connection, job_id)
+    if job.is_over:
+        raise Refusal(409, f"job {job_id} is over: it {_PAST[job.job_status]}")
+    return job.job_status == job_status
 
 
 def set_fields(connection: Connection, job_id: str, **values: Any) -> None:

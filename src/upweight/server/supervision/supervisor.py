@@ -3,7 +3,8 @@
 Invariants:
 * At most `max_running` worker processes exist. A job that trains keeps its place; a worker that only serves gives it up as soon as a
   queued job needs it, and is started again when it is asked.
-* On start every job that is not over is queued again, oldest first.
+* On start every job that is not over is queued again, oldest first, but for the paused ones.
+* A paused job holds no place and takes samples; resumed, it goes on from its last checkpoint and replays what was trained since.
 """
 
 from __future__ import annotations
@@ -50,6 +51,8 @@ class Supervisor:
     async def start(self) -> None:
         """Queue what was not over when the server stopped."""
         for job in await self.database.read(jobs.unfinished_jobs):
+            if job.job_status == "paused":
+                continue
             if job.job_status != "queued":
                 await self.database.write(partial(_resume, job_id=job.id))
             self._queue.append(job.id)
@@ -80,13 +83,28 @@ class Supervisor:
             return
         await self.database.write(lambda c: jobs.add_event(c, job_id, "job cancelled by request"))
         self.gate(job_id).close(Refusal(409, f"job {job_id} is cancelled"))
+        await self._take_out(job_id)
+        await self.database.write(lambda c: completions.forget(c, job_id))
+        self._fill_places_soon()
+
+    async def pause(self, job_id: str) -> None:
+        """Stop the job's worker and give up its place. Does nothing if it is paused; raises Refusal 409 if it is over."""
+        await self._take_out(job_id)
+        await self.database.write(lambda c: jobs.pause(c, job_id))
+        self._fill_places_soon()
+
+    async def resume(self, job_id: str) -> None:
+        """Queue a paused job again. Does nothing if it is not paused; raises Refusal 409 if it is over."""
+        if await self.database.write(lambda c: jobs.resume(c, job_id)):
+            self.submit(job_id)
+
+    async def _take_out(self, job_id: str) -> None:
+        """Out of the queue, or its worker stopped."""
         if job_id in self._queue:
             self._queue.remove(job_id)
         if (task := self._tasks.get(job_id)) is not None:
             task.cancel()
             await asyncio.wait({task})
-        await self.database.write(lambda c: completions.forget(c, job_id))
-        self._fill_places_soon()
 
     def gate(self, job_id: str) -> Gate:
         return self._gates.setdefault(job_id, Gate())
