@@ -2,64 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import httpx
 import pytest
-import uvicorn
-from server_harness import KEY, Running, Start, fake_settings, resolve_fake
-
-from upweight.server import create_app
-from upweight.server.reasons import ReasonProtocol
-
-
-@contextlib.contextmanager
-def servers(folder: Path) -> Iterator[Start]:
-    running: list[Running] = []
-    model = folder / "model"
-    model.mkdir()
-    (model / "weights").write_bytes(b"x" * 1000)
-
-    def begin(behaviour: dict[str, Any] | None = None, **more: Any) -> Running:
-        settings = fake_settings(folder / "home", behaviour, **more)
-        app = create_app(settings, resolve_model=resolve_fake)
-        # The loop that `upweight.server.process` runs on; uvloop would fork this process, which may hold JAX's threads.
-        server = uvicorn.Server(
-            uvicorn.Config(
-                app,
-                port=0,
-                loop="asyncio",
-                http=ReasonProtocol,
-                log_level="warning",
-                lifespan="on",
-                timeout_graceful_shutdown=1,
-            )
-        )
-        thread = threading.Thread(target=server.run, daemon=True)
-        thread.start()
-        end = time.monotonic() + 20
-        while not server.started:
-            assert thread.is_alive()
-            assert time.monotonic() < end
-            time.sleep(0.01)
-        port = server.servers[0].sockets[0].getsockname()[1]
-        client = httpx.Client(
-            base_url=f"http://127.0.0.1:{port}", headers={"Authorization": f"Bearer {KEY}"}, timeout=30
-        )
-        running.append(Running(server, thread, client, settings.home, str(model)))
-        return running[-1]
-
-    try:
-        yield begin
-    finally:
-        for one in running:
-            if one.thread.is_alive():
-                one.stop()
+from postgres import Cluster, NewDatabase, cluster
+from server_harness import Running, Start, servers
 
 
 @pytest.fixture
@@ -76,3 +24,15 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         server = begin()
         server.create_job()
         yield server
+
+
+@pytest.fixture(scope="session")
+def postgresql_cluster() -> Iterator[Cluster]:
+    with cluster() as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def postgresql(postgresql_cluster: Cluster) -> NewDatabase:
+    """Makes an empty database and returns its URL."""
+    return postgresql_cluster.new_database

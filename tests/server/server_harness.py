@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,8 @@ import httpx
 import uvicorn
 
 from upweight.errors import ModelNotFound
-from upweight.server import Settings
+from upweight.server import Settings, create_app
+from upweight.server.reasons import ReasonProtocol
 
 FAKE_WORKER = Path(__file__).with_name("fake_worker.py")
 KEY = "uw-test-key"
@@ -111,3 +113,47 @@ def sample(id: str, **changes: Any) -> dict[str, Any]:
 
 
 Start = Callable[..., Running]
+
+
+@contextlib.contextmanager
+def servers(folder: Path) -> Iterator[Start]:
+    running: list[Running] = []
+    model = folder / "model"
+    model.mkdir()
+    (model / "weights").write_bytes(b"x" * 1000)
+
+    def begin(behaviour: dict[str, Any] | None = None, **more: Any) -> Running:
+        settings = fake_settings(folder / "home", behaviour, **more)
+        app = create_app(settings, resolve_model=resolve_fake)
+        # The loop that `upweight.server.process` runs on; uvloop would fork this process, which may hold JAX's threads.
+        server = uvicorn.Server(
+            uvicorn.Config(
+                app,
+                port=0,
+                loop="asyncio",
+                http=ReasonProtocol,
+                log_level="warning",
+                lifespan="on",
+                timeout_graceful_shutdown=1,
+            )
+        )
+        thread = threading.Thread(target=server.run, daemon=True)
+        thread.start()
+        end = time.monotonic() + 20
+        while not server.started:
+            assert thread.is_alive()
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        client = httpx.Client(
+            base_url=f"http://127.0.0.1:{port}", headers={"Authorization": f"Bearer {KEY}"}, timeout=30
+        )
+        running.append(Running(server, thread, client, settings.home, str(model)))
+        return running[-1]
+
+    try:
+        yield begin
+    finally:
+        for one in running:
+            if one.thread.is_alive():
+                one.stop()

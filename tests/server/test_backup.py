@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from conftest import servers
-from server_harness import Start
+from server_harness import Start, servers
 
 from upweight.errors import StoreError
 from upweight.server.backup import back_up

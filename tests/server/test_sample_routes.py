@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import servers
-from server_harness import Running, sample
+from server_harness import Running, sample, servers
 
 
 @pytest.fixture(scope="module")

@@ -82,10 +82,12 @@ def _folder(given: Path | None) -> Path:
 
 
 def _in_store(given: Path | None, operation: Callable[[Any], Any]) -> Any:
+    from upweight.server import load_settings
     from upweight.server.home import Home
     from upweight.server.store.database import Database
 
-    database = Database(Home(_folder(given)).store)
+    settings = load_settings(home=_folder(given))
+    database = Database(settings.store or Home(settings.home).store)
     try:
         return database.submit(operation).result()
     finally:

@@ -36,7 +36,7 @@ def back_up(home: Path, target: Path) -> Backup:
     home, target = home.absolute(), target.absolute()
     store = home / "store.sqlite3"
     if not store.exists():
-        raise StoreError(f"there is no store in {home}: set UPWEIGHT_HOME or use --home")
+        raise StoreError(f"there is no store in {home}: set UPWEIGHT_HOME or use --home; use pg_dump for PostgreSQL")
     if target.exists():
         raise StoreError(f"{target} exists already: give a folder that does not")
     if target.is_relative_to(home):

@@ -61,7 +61,7 @@ def run(
     Raises ServerError or StoreError when the server cannot start.
     """
     home = Home(settings.home)
-    _check_store(home)
+    _check_store(home, settings.store)
     listener = _listen(settings.host, settings.port)
     host, port = listener.getsockname()[:2]
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -98,11 +98,11 @@ def _log_to(home: Home) -> None:
     root.setLevel(logging.INFO)
 
 
-def _check_store(home: Home) -> None:
+def _check_store(home: Home, store: str | None) -> None:
     """Open the store once, so that a second server or a broken file is told in one line before anything listens."""
     home.lock()
     try:
-        Database(home.store).close()
+        Database(store or home.store, alone=True).close()
     finally:
         home.unlock()
 

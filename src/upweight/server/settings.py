@@ -18,6 +18,11 @@ class Settings(BaseSettings):
     home: Path = Field(default=Path("~/.upweight"), description="folder of store, jobs, logs and key")
     host: str = Field(default="127.0.0.1", description="address to listen on; loopback unless asked otherwise")
     port: int = Field(default=8000, ge=0, le=65535, description="0 = any free port")
+    store: str | None = Field(
+        default=None,
+        repr=False,  # it may hold a password
+        description="URL of a PostgreSQL database, postgresql://USER:PASSWORD@HOST/NAME; None = a SQLite file in the home folder",
+    )
     parent_pipe: bool = Field(default=False, description="stop when standard input reaches its end")
 
     max_running: int = Field(default=1, ge=1, description="jobs with a worker process at the same time; others queue")

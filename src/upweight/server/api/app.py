@@ -61,7 +61,7 @@ async def _start(settings: Settings, resolve_model: ResolveModel) -> Parts:
     home = Home(settings.home)
     home.lock()
     try:
-        database = Database(home.store)
+        database = Database(settings.store or home.store, alone=True)
     except BaseException:  # the lock is given back, whatever ends the start
         home.unlock()
         raise

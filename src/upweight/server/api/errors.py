@@ -7,7 +7,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from sqlalchemy.exc import OperationalError
+from sqlalchemy.exc import DataError, OperationalError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
@@ -68,6 +68,10 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(ClientDisconnect)
     async def _gone(request: Request, error: ClientDisconnect) -> AsciiJSON:
         return answer(request, 499, "the client went away before its request was read")  # for nobody: not a bug of ours
+
+    @app.exception_handler(DataError)
+    async def _data(request: Request, error: DataError) -> AsciiJSON:
+        return answer(request, 422, f"the store cannot hold a text or number of this request: {error.orig}")
 
     @app.exception_handler(StoreError)
     @app.exception_handler(OperationalError)

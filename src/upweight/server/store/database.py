@@ -1,9 +1,9 @@
-"""One SQLite file, one writer thread with group commits, separate readers.
+"""One store, one writer thread with group commits, separate readers.
 
 Invariants:
 * A future of `write` is resolved only after the commit that holds its operation: what was answered survives a kill.
 * Each operation stands in a savepoint of its own: one that raises changes nothing and disturbs no neighbour.
-* `synchronous=FULL`: a commit is on the disk, so a power cut loses nothing that was answered either. It costs one fsync per
+* SQLite with `synchronous=FULL`, as PostgreSQL by default: a commit is on the disk, so a power cut loses nothing that was answered either. It costs one fsync per
   commit, and operations that wait together share a commit.
 """
 
@@ -17,27 +17,39 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sqlalchemy import Connection, Engine, create_engine, event, insert, select, text, update
+from sqlalchemy import Connection, insert, select, text, update
 from sqlalchemy.exc import DatabaseError
-from sqlalchemy.pool import NullPool, QueuePool
 
 from upweight.errors import StoreError
 from upweight.server.store import schema
+from upweight.server.store.engines import (
+    READERS,
+    StorePlace,
+    give_back,
+    in_transaction,
+    mend,
+    name_of,
+    open_engine,
+    take_alone,
+)
 
 T = TypeVar("T")
 Operation = Callable[[Connection], T]
 
 LARGEST_GROUP = 128
-READERS = 4
 
 
 class Database:
-    """Open (or create) the store at `path`. Raises StoreError with one line when that is impossible."""
+    """Open (or create) the store at `place`. Raises StoreError with one line when that is impossible.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._writer = _engine(path, begin="BEGIN IMMEDIATE")
-        self._reader = _engine(path, begin="BEGIN")
+    `alone`: refuse to open what another server has open. A SQLite file is guarded by its home folder's lock instead.
+    """
+
+    def __init__(self, place: StorePlace, *, alone: bool = False) -> None:
+        self.name = name_of(place)
+        self._writer = open_engine(place, writer=True)
+        self._reader = open_engine(place, writer=False)
+        self._guard = self._keep_others_out() if alone and not isinstance(place, Path) else None
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="store-read")
         self._orders: queue.SimpleQueue[tuple[Operation[Any], Future[Any]] | None] = queue.SimpleQueue()
         self._closed = False
@@ -72,8 +84,20 @@ class Database:
         self._orders.put(None)
         self._thread.join()
         self._readers.shutdown()
+        if self._guard is not None:
+            give_back(self._guard)
         self._reader.dispose()
         self._writer.dispose()
+
+    def _keep_others_out(self) -> Connection:
+        try:
+            connection = self._writer.connect()
+        except DatabaseError as error:
+            raise StoreError(f"store {self.name} cannot be opened: {error.orig}; is PostgreSQL running?") from error
+        if not take_alone(connection):
+            connection.close()
+            raise StoreError(f"the store {self.name} is in use by another server; stop it or use another database")
+        return connection
 
     def _prepare(self) -> None:
         try:
@@ -86,11 +110,11 @@ class Database:
                 found = _upgraded(connection, found)
         except DatabaseError as error:
             raise StoreError(
-                f"store {self.path} cannot be opened: {error.orig}; restore it or use another --home"
+                f"store {self.name} cannot be opened: {error.orig}; restore it or use another --home"
             ) from error
         if found is not None and found != str(schema.SCHEMA_VERSION):
             raise StoreError(
-                f"store {self.path} has schema {found}, this server writes {schema.SCHEMA_VERSION}; use another --home"
+                f"store {self.name} has schema {found}, this server writes {schema.SCHEMA_VERSION}; use another --home"
             )
 
     def _run(self) -> None:
@@ -103,6 +127,7 @@ class Database:
                         self._orders.put(None)
                         break
                     group.append(following)
+                mend(connection)
                 _commit(connection, group)
 
 
@@ -142,13 +167,9 @@ def _attempt(connection: Connection, operation: Operation[T]) -> tuple[T | None,
     except Exception as error:  # of one operation; its neighbours in the transaction go on
         # On a full disk SQLite rolls the whole transaction back: what the neighbours wrote is gone too, and a commit would
         # succeed without it.
-        if not _in_transaction(connection):
+        if not in_transaction(connection):
             raise
         return None, error
-
-
-def _in_transaction(connection: Connection) -> bool:
-    return bool(connection.connection.dbapi_connection.in_transaction)  # type: ignore[union-attr]
 
 
 def _first_cause(error: BaseException) -> BaseException:
@@ -156,23 +177,3 @@ def _first_cause(error: BaseException) -> BaseException:
     while error.__context__ is not None:
         error = error.__context__
     return error
-
-
-def _engine(path: Path, *, begin: str) -> Engine:
-    writer = begin != "BEGIN"
-    pool: dict[str, Any] = {"poolclass": NullPool} if writer else {"poolclass": QueuePool, "pool_size": READERS}
-    engine = create_engine(f"sqlite:///{path}", connect_args={"check_same_thread": False, "timeout": 30.0}, **pool)
-
-    @event.listens_for(engine, "connect")
-    def _configure(connection: Any, _record: Any) -> None:
-        connection.isolation_level = None  # transactions are begun below, not by the driver
-        cursor = connection.cursor()
-        for pragma in ("journal_mode=WAL", "synchronous=FULL", "temp_store=MEMORY", "cache_size=-32000"):
-            cursor.execute(f"PRAGMA {pragma}")
-        cursor.close()
-
-    @event.listens_for(engine, "begin")
-    def _begin(connection: Connection) -> None:
-        connection.exec_driver_sql(begin)
-
-    return engine

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from sqlalchemy import (
     JSON,
+    BigInteger,
     Boolean,
     Column,
     Float,
@@ -26,6 +27,7 @@ UPGRADES: dict[str, tuple[str, ...]] = {
 }
 
 metadata = MetaData()
+Count = BigInteger().with_variant(Integer(), "sqlite")  # SQLite numbers its rows in an INTEGER column only
 
 properties = Table("properties", metadata, Column("name", String, primary_key=True), Column("value", String))
 
@@ -44,7 +46,7 @@ api_keys = Table(
 jobs = Table(
     "jobs",
     metadata,
-    Column("seq", Integer, primary_key=True, autoincrement=True),
+    Column("seq", Count, primary_key=True, autoincrement=True),
     Column("id", String, nullable=False, unique=True),
     Column("project", String, nullable=False),
     Column("created_at", Float, nullable=False),
@@ -68,13 +70,13 @@ jobs = Table(
 files = Table(
     "files",
     metadata,
-    Column("seq", Integer, primary_key=True, autoincrement=True),
+    Column("seq", Count, primary_key=True, autoincrement=True),
     Column("id", String, nullable=False, unique=True),
     Column("project", String, nullable=False),
     Column("created_at", Float, nullable=False),
     Column("filename", String, nullable=False),
     Column("purpose", String, nullable=False),
-    Column("size", Integer, nullable=False),
+    Column("size", Count, nullable=False),
     Column("sha256", LargeBinary, nullable=False),
     Column("deleted_at", Float),
     Index("files_of_project", "project", "seq"),
@@ -88,13 +90,13 @@ batches = Table(
     Column("sample_count", Integer, nullable=False, default=0),
     Column("created_at", Float, nullable=False),
     Column("filled_at", Float),
-    Column("joined_to", Integer),  # samples.seq of the newest sample that its groups take into account
+    Column("joined_to", Count),  # samples.seq of the newest sample that its groups take into account
 )
 
 samples = Table(
     "samples",
     metadata,
-    Column("seq", Integer, primary_key=True, autoincrement=True),  # order of acceptance
+    Column("seq", Count, primary_key=True, autoincrement=True),  # order of acceptance
     Column("job_id", String, nullable=False),
     Column("id", String, nullable=False),
     Column("content_hash", LargeBinary, nullable=False),
@@ -124,7 +126,7 @@ samples = Table(
 completions = Table(
     "completions",
     metadata,
-    Column("seq", Integer, primary_key=True, autoincrement=True),
+    Column("seq", Count, primary_key=True, autoincrement=True),
     Column("job_id", String, nullable=False),
     Column("key", LargeBinary, nullable=False),  # hash of the exact prompt and output ids
     Column("created_at", Float, nullable=False),
@@ -154,7 +156,7 @@ versions = Table(
 events = Table(
     "events",
     metadata,
-    Column("seq", Integer, primary_key=True, autoincrement=True),
+    Column("seq", Count, primary_key=True, autoincrement=True),
     Column("job_id", String, nullable=False),
     Column("created_at", Float, nullable=False),
     Column("level", String, nullable=False),
@@ -167,7 +169,7 @@ events = Table(
 client_metrics = Table(
     "client_metrics",
     metadata,
-    Column("seq", Integer, primary_key=True, autoincrement=True),
+    Column("seq", Count, primary_key=True, autoincrement=True),
     Column("job_id", String, nullable=False),
     Column("batch_index", Integer, nullable=False),
     Column("created_at", Float, nullable=False),

@@ -39,7 +39,7 @@ def versions_since(connection: Connection, job_id: str, version: int) -> list[Ro
 def total(connection: Connection, job_id: str, metric: str) -> float:
     """Sum of a metric over all versions of the job."""
     table = schema.versions
-    number = func.json_extract(table.c.metrics, f"$.{metric}")
+    number = table.c.metrics[metric].as_float()
     return connection.scalar(select(func.sum(number)).where(table.c.job_id == job_id)) or 0.0
 
 
