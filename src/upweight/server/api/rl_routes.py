@@ -60,7 +60,7 @@ async def submit_samples(
     request: Request, batch_index: int, job: JobOf, parts: PartsOf, project: ProjectOf
 ) -> dict[str, Any]:
     body = await read_body(request)
-    needs_task = job.settings["advantage"] == "group"
+    needs_task = job.settings.get("advantage") == "group"
     samples = await off_the_loop(parts, len(body), parse_upload, body, needs_task)
     answer, _ = await write_once(
         request, project, body, lambda c: batches.add_samples(c, job.id, project, batch_index, samples)
