@@ -17,6 +17,7 @@ from pydantic_core import PydanticUndefined
 from tests.docs.pages import PAGES, ROOT, CommandLine, bare, blocks, command_lines, inline_codes, prose, table
 from upweight.cli.main import app
 from upweight.rollout import RolloutConfig
+from upweight.server.file_methods import Dpo, Supervised
 from upweight.server.methods import OFFERED, Lora, Reinforcement
 from upweight.server.settings import Settings
 
@@ -109,6 +110,17 @@ def test_the_method_table_is_the_model() -> None:
     assert told == defaults(Reinforcement)
     assert list(told) == list(Reinforcement.model_fields)
     assert json.dumps(Lora().model_dump()).replace("32.0", "32") in prose(ROOT / "docs" / "jobs.md")
+
+
+def test_the_tables_of_file_jobs_are_their_models() -> None:
+    page = ROOT / "docs" / "jobs.md"
+    supervised = {bare(row[0]): json.loads(bare(row[1])) for row in table(page, "hyperparameter")}
+    assert supervised == defaults(Supervised)
+    dpo = {bare(row[0]): json.loads(bare(row[1])) for row in table(page, "option")}
+    assert {name: defaults(Dpo)[name] for name in dpo} == dpo
+    assert {
+        name: value for name, value in defaults(Reinforcement).items() if name in set(defaults(Dpo)) - set(dpo)
+    } == {name: value for name, value in defaults(Dpo).items() if name not in dpo}
 
 
 def test_what_is_offered_is_told() -> None:

@@ -123,6 +123,24 @@ def test_job_program(place: Place, tmp_path: Path) -> None:
     assert listed.count("cancelled") == 2
 
 
+def test_file_program(place: Place, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(place.fitted(programs(JOBS)["teach"]))
+    # The page's reader has the address and key from `jobs create`; that job gives its place up.
+    told = place.shell(
+        f'{CREATE}\nupweight jobs cancel "$TOKENFACTORY_ROLLOUT_JOB_ID" >&2\npython program.py', tmp_path
+    )
+    assert told.startswith("succeeded ftjob-")
+    (tmp_path / "rows.jsonl").write_text(
+        '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}'
+    )
+    (tmp_path / "pairs.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}')
+    shell = next(block.text for block in blocks(JOBS) if "--training-file" in block.text)
+    ids = re.findall(r"jobs watch (\S+)", place.shell(shell, tmp_path))
+    listed = place.shell("\n".join(f"upweight jobs cancel {job_id}" for job_id in ids), tmp_path)
+    assert listed.split() == [word for job_id in ids for word in (job_id, "cancelled")]
+    assert len(ids) == 2
+
+
 def test_online_program(tiny_model_folder: Path, tmp_path: Path) -> None:
     """Without a server; two batches are rolled out once and trained on twice."""
     (tmp_path / "program.py").write_text(programs(ONLINE)["online"].replace(NAMED_MODEL, str(tiny_model_folder)))

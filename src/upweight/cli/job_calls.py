@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from upweight.errors import ConfigError
@@ -15,6 +16,16 @@ PAGE = 100  # what the server gives at most at once
 def create_job(client: TokenFactory, body: dict[str, Any]) -> dict[str, Any]:
     answer: dict[str, Any] = client.post(client.v1.fine_tuning.jobs.bare_endpoint(), json=body).json()
     return answer
+
+
+def training_file_id(client: TokenFactory, given: str) -> str:
+    """The id of an uploaded file; a path is uploaded first."""
+    path = Path(given).expanduser()
+    if path.is_file():
+        return client.v1.files.create(file=path).id
+    if given.startswith("file-"):
+        return given
+    raise ConfigError(f"--training-file {given}: no such file; give a file of JSON lines or an uploaded one's id")
 
 
 def get_job(client: TokenFactory, job_id: str) -> dict[str, Any]:

@@ -27,6 +27,12 @@ def created_lines(job: Document, place: Place, *, show_key: bool) -> list[str]:
     """Comments and exports, so that a shell can `eval` them."""
     batches = job.get("total_steps")
     until = f"{batches} batches" if batches else "batches until cancelled"
+    has_file = (job.get("training_method") or {}).get("type", "reinforcement") != "reinforcement"
+    if has_file:  # which no rollout script feeds
+        return [
+            f"job {job['id']} ({_status(job)}): {job['model']}, {until}, {job.get('batch_size')} rows of {job['training_file']} each",
+            f"watch it with: upweight jobs watch {job['id']}",
+        ]
     return [
         f"# job {job['id']} ({_status(job)}): {job['model']}, {until}, {job.get('batch_size')} samples each",
         *(f"export {name}={value}" for name, value in exports(job["id"], place, show_key=show_key).items()),
@@ -182,11 +188,15 @@ def _worker(worker: Document | None) -> str:
 
 
 def _method(job: Document) -> str:
-    settings = (job.get("training_method") or {}).get("reinforcement") or {}
+    method = job.get("training_method") or {}
+    kind = method.get("type", "reinforcement")
+    settings = method.get(kind) or {}
+    settings = settings.get("hyperparameters", settings)
     if not settings:
         return ""
-    lora = f", LoRA rank {settings['lora']['rank']}" if settings.get("lora") else ""
-    return f"{settings['algorithm']}, learning rate {settings['learning_rate']:g}{lora}"
+    rank = settings["lora"].get("rank") if isinstance(settings.get("lora"), dict) else settings.get("lora_r")
+    lora = f", LoRA rank {rank}" if settings.get("lora") else ""
+    return f"{settings.get('algorithm', kind)}, learning rate {settings['learning_rate']:g}{lora}"
 
 
 def _status(job: Document) -> str:

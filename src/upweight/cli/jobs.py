@@ -29,7 +29,18 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text."
 @app.command()
 def create(
     model: Annotated[str, typer.Option(help="Start model: a folder, a .gguf file, or a name the server knows.")],
-    batch_size: Annotated[int | None, typer.Option(help="Samples per batch; one version is trained per batch.")] = None,
+    training_file: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE|ID", help="JSON lines to train on: a file, which is uploaded, or an uploaded one's id."
+        ),
+    ] = None,
+    type: Annotated[
+        str | None, typer.Option(help="reinforcement, supervised or dpo; supervised for a job with a training file.")
+    ] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(help="Samples, lines or pairs per batch; one version is trained per batch.")
+    ] = None,
     num_batches: Annotated[
         int | None, typer.Option(help="Batches after which the job ends; else until cancelled.")
     ] = None,
@@ -38,7 +49,7 @@ def create(
     learning_rate: Annotated[float | None, typer.Option(help="Step size of the optimizer.")] = None,
     lr_schedule: Annotated[str | None, typer.Option(help="constant, linear or cosine.")] = None,
     warmup_steps: Annotated[int | None, typer.Option(help="Updates until the full learning rate.")] = None,
-    epochs: Annotated[int | None, typer.Option(help="Passes over each batch.")] = None,
+    epochs: Annotated[int | None, typer.Option(help="Passes over each batch, or over the file.")] = None,
     minibatch_size: Annotated[int | None, typer.Option(help="Samples per update; else the whole batch.")] = None,
     beta: Annotated[float | None, typer.Option(help="Weight of the KL term against the start model.")] = None,
     lora_rank: Annotated[int | None, typer.Option(help="Train a LoRA adapter of this rank; else all weights.")] = None,
@@ -55,9 +66,9 @@ def create(
     key: Key = None,
     as_json: Json = False,
 ) -> None:
-    """Create a job; prints its id and the environment of a rollout script, ready for `eval`."""
+    """Create a job; prints its id and, for a reinforcement job, the environment of a rollout script, ready for `eval`."""
     from upweight.cli.connection import JOB_VARIABLE, KEY_VARIABLE, URL_VARIABLE, session
-    from upweight.cli.job_calls import create_job
+    from upweight.cli.job_calls import create_job, training_file_id
     from upweight.cli.job_method import method_object
     from upweight.cli.job_screens import created_lines
     from upweight.cli.screen import print_json, print_lines
@@ -79,9 +90,12 @@ def create(
         "checkpoint_every": checkpoint_every,
         "seed": seed,
     }
-    body = {"model": _model_for_server(model), "training_file": "", "method": method_object(method, settings)}
+    made = method_object(method, settings, kind=type, has_file=training_file is not None)
+    body = {"model": _model_for_server(model), "training_file": "", "method": made}
     body |= {"suffix": suffix} if suffix else {}
     with session(url, key) as (client, place):
+        if training_file is not None:
+            body["training_file"] = training_file_id(client, training_file)
         job = create_job(client, body)
     if not as_json:
         print_lines(created_lines(job, place, show_key=show_key))

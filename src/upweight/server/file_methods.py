@@ -22,16 +22,16 @@ MEANS = ("ipo", "simpo")  # losses whose scores are means by themselves
 
 
 class Supervised(Strict):
-    batch_size: Int = Field(default=8, ge=1, le=64, description="lines of the file per update")
+    batch_size: int = Field(default=8, ge=1, le=64, description="lines of the file per update")
     learning_rate: float = Field(default=1e-5, ge=0)
-    n_epochs: Int = Field(default=3, ge=1, le=20)
+    n_epochs: int = Field(default=3, ge=1, le=20)
     warmup_ratio: float = Field(default=0.0, ge=0, le=1, description="share of all updates until the full rate")
     weight_decay: float = Field(default=0.0, ge=0)
     packing: bool = Field(default=True, description="several conversations in one row; none sees another")
     max_grad_norm: float = Field(default=1.0, gt=0)
-    context_length: Int = Field(default=CONTRACT_CONTEXT, ge=2, le=131072, description="longer ones are cut at the end")
+    context_length: int = Field(default=CONTRACT_CONTEXT, ge=2, le=131072, description="longer ones are cut at the end")
     lora: bool = False
-    lora_r: Int = Field(default=8, ge=8, le=128)
+    lora_r: int = Field(default=8, ge=8, le=128)
     lora_alpha: Int = Field(default=8, ge=8)
     lora_dropout: float = Field(default=0.0, ge=0, le=1)
 

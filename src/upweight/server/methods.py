@@ -162,9 +162,9 @@ class Reinforcement(Strict):
 
 
 def needs_task(reinforcement: Mapping[str, Any]) -> bool:
-    """Whether each sample must name its group."""
-    baseline = reinforcement["algorithm"] in BASELINE_ALGORITHMS
-    return reinforcement["advantage"] == "group" or (baseline and reinforcement["advantage"] == "reward")
+    """Whether each sample must name its group; False for the settings of a job that takes no samples."""
+    baseline, advantage = reinforcement.get("algorithm") in BASELINE_ALGORITHMS, reinforcement.get("advantage")
+    return advantage == "group" or (baseline and advantage == "reward")
 
 
 def parse_method(method: object, *, loc: tuple[str | int, ...] = ("body", "method")) -> Reinforcement:

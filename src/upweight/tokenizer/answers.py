@@ -79,8 +79,19 @@ def _append(tokenizer: Tokenizer, sequence: Marked, prompt: str, answer: str) ->
 
 def _continued(tokenizer: Tokenizer, ids: Sequence[int], text: str, more: str) -> list[int]:
     """Ids of `more` behind `text`, whose ids stay what they are: a model that wrote them cannot take them back."""
-    whole = tokenizer.encode(text + more)
-    return whole[len(ids) :] if whole[: len(ids)] == list(ids) else tokenizer.encode(more)
+    last_ids, last = _since_special(tokenizer, ids, text)
+    whole = tokenizer.encode(last + more)
+    return whole[len(last_ids) :] if whole[: len(last_ids)] == list(last_ids) else tokenizer.encode(more)
+
+
+def _since_special(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> tuple[Sequence[int], str]:
+    """The end of a text from its last special token on: nothing before it has a say in what follows."""
+    for place in reversed(range(len(ids))):
+        if ids[place] in tokenizer.special_ids:
+            token = tokenizer.token_text(ids[place])
+            at = text.rfind(token) if token else -1
+            return (ids[place:], text[at:]) if at >= 0 else (ids, text)
+    return ids, text
 
 
 def _plain(tokenizer: Tokenizer, messages: Sequence[Message], trained: Sequence[bool]) -> Marked:

@@ -53,9 +53,9 @@ def scores(
     layout: Layout,
     *,
     remat: bool,
-    best: bool = False,
+    hits: bool = False,
 ) -> Scores:
-    """Log-probs at the targets, and with `best` whether no other token is likelier."""
+    """Log-probs at the targets, and with `hits` whether no other token is likelier."""
     params, lora, scale = split_trainable(settings, trainable, frozen)
     mask = allowed_mask(layout.block, layout.segment)
     hidden = forward_hidden(config, params, layout.tokens, layout.positions, mask, lora, scale, remat)
@@ -66,7 +66,7 @@ def scores(
         return cap * jnp.tanh(logits / cap) if cap else logits
 
     at_targets = hidden.reshape(-1, hidden.shape[-1])[layout.query]
-    return hidden_scores(head, at_targets, layout.target, jnp.ones(layout.target.shape), best=best)
+    return hidden_scores(head, at_targets, layout.target, jnp.ones(layout.target.shape), hits=hits)
 
 
 def make_supervised_gradient(config: DecoderConfig, settings: PolicySettings, *, remat: bool) -> Gradient:
@@ -78,10 +78,10 @@ def make_supervised_gradient(config: DecoderConfig, settings: PolicySettings, *,
     def loss_fn(
         trainable: Params, frozen: Params | None, layout: Layout, num_tokens: jax.Array
     ) -> tuple[jax.Array, Metrics]:
-        found = scores(config, settings, trainable, frozen, layout, remat=remat, best=True)
-        assert found.is_best is not None
+        found = scores(config, settings, trainable, frozen, layout, remat=remat, hits=True)
+        assert found.hit is not None
         loss = -jnp.sum(masked(found.logprob, layout.trained)) / num_tokens
-        right = jnp.sum(masked(found.is_best, layout.trained)) / num_tokens
+        right = jnp.sum(masked(found.hit, layout.trained)) / num_tokens
         return loss, jax.lax.stop_gradient({"loss": loss, "token_accuracy": right})
 
     return jax.jit(jax.grad(loss_fn, has_aux=True))

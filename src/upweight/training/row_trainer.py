@@ -20,7 +20,7 @@ import numpy as np
 
 from upweight.models.config import DecoderConfig
 from upweight.models.layers import Params
-from upweight.ops.packing import PackedBatch, pack, power_bucket
+from upweight.ops.packing import PackedBatch, pack, pack_apart, power_bucket
 from upweight.ops.preference_loss import PairSettings
 from upweight.training.microbatches import split_rows
 from upweight.training.policy_trainer import MAX_ROW, REMAT_TOKENS, PolicyTrainer, StepReport
@@ -111,6 +111,11 @@ class RowTrainer(PolicyTrainer):
         skipped = metrics["update_skipped"] == 1.0
         return StepReport(version=self.version, skipped=skipped, metrics=metrics, fates=fates)
 
+    @property
+    def _base(self) -> Params | None:
+        """What an adapter belongs to."""
+        return self._start if self.settings.lora else None
+
     @abstractmethod
     def _row_pieces(self, chosen: list[int]) -> Iterator[tuple[PackedBatch, Any]]:
         """Micro-batches of the rows, each with what its gradient takes besides."""
@@ -151,7 +156,8 @@ class SupervisedTrainer(RowTrainer):
 
     def _row_pieces(self, chosen: list[int]) -> Iterator[tuple[PackedBatch, Any]]:
         batch, _ = end_to_end([self.rows[number] for number in chosen])
-        packed = pack(batch, share_rows=self.share_rows, max_row=min(MAX_ROW, self.microbatch_tokens))
+        layout = pack if self.share_rows else pack_apart
+        packed = layout(batch, max_row=min(MAX_ROW, self.microbatch_tokens))
         num_tokens = np.float32(packed.weight.sum())
         for piece in split_rows(packed, self.microbatch_tokens):
             yield piece, num_tokens
