@@ -17,6 +17,7 @@ class Scores(NamedTuple):
     logprob: jax.Array  # log_softmax(L / T)[target]
     entropy: jax.Array | None = None  # −Σ p log p, with 0·log 0 = 0
     kl: jax.Array | None = None  # Σ p (log p − log q), q of the reference logits
+    hit: jax.Array | None = None  # 1 where the target is the likeliest token, the first of equals
 
 
 def target_logprobs(
@@ -49,6 +50,7 @@ def hidden_scores(
     *,
     entropy: bool = False,
     reference: tuple[Callable[[jax.Array], jax.Array], jax.Array] | None = None,
+    hits: bool = False,
 ) -> Scores:
     """Scores of the logits `head(hidden)` [n,V], in chunks as `target_logprobs`; `reference` is another head and its hidden
     states [N,H'], from which the KL is taken."""
@@ -56,7 +58,7 @@ def hidden_scores(
     def one(chunk: tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]) -> Scores:
         hidden, target, temperature, other = chunk
         others = None if reference is None or other is None else reference[0](other)
-        return logit_scores(head(hidden), target, temperature, entropy=entropy, reference_NV=others)
+        return logit_scores(head(hidden), target, temperature, entropy=entropy, reference_NV=others, hits=hits)
 
     count = hidden_NH.shape[0]
     inputs = (hidden_NH, target_N, temperature_N, None if reference is None else reference[1])
@@ -73,19 +75,21 @@ def logit_scores(
     *,
     entropy: bool = False,
     reference_NV: jax.Array | None = None,
+    hits: bool = False,
 ) -> Scores:
     """Scores of given logits; those of the reference are divided by the same temperature and carry no gradient."""
     logits = logits_NV.astype(jnp.float32) / temperature_N[:, None]
     total = jax.nn.logsumexp(logits, axis=-1)
     chosen = jnp.take_along_axis(logits, target_N[:, None], axis=-1)[:, 0]
+    hit = (jnp.argmax(logits, axis=-1) == target_N).astype(jnp.float32) if hits else None
     if not entropy and reference_NV is None:
-        return Scores(chosen - total)
+        return Scores(chosen - total, hit=hit)
     logp = logits - total[:, None]
     kl = None
     if reference_NV is not None:
         reference = jax.lax.stop_gradient(reference_NV).astype(jnp.float32) / temperature_N[:, None]
         kl = kl_divergences(logp, jax.nn.log_softmax(reference, axis=-1))
-    return Scores(chosen - total, entropies(logp) if entropy else None, kl)
+    return Scores(chosen - total, entropies(logp) if entropy else None, kl, hit)
 
 
 def entropies(logp: jax.Array) -> jax.Array:

@@ -6,7 +6,7 @@ from upweight.training.rl.backends import (
     LocalSequenceRolloutBackend,
     with_advantages,
 )
-from upweight.training.rl.configs import DPOConfig, GRPOConfig, PPOConfig, REINFORCEConfig
+from upweight.training.rl.configs import DPOConfig, GRPOConfig, PPOConfig, REINFORCEConfig, SFTConfig
 from upweight.training.rl.dpo import DPOTrainer
 from upweight.training.rl.functions import (
     compute_clipped_surrogate_loss,
@@ -46,6 +46,7 @@ from upweight.training.rl.rewards import (
     ThresholdReward,
     as_reward_model,
 )
+from upweight.training.rl.sft import SFTTrainer
 from upweight.training.rl.types import (
     GeneratedBatch,
     GeneratedSequenceBatch,
@@ -87,6 +88,8 @@ __all__ = [
     "REINFORCETrainer",
     "RewardFunction",
     "RewardModel",
+    "SFTConfig",
+    "SFTTrainer",
     "ScaledReward",
     "SequenceGeneratingModule",
     "SequenceGenerationBackend",

@@ -40,6 +40,13 @@ class Places(NamedTuple):
         return x_BA.reshape(-1)[self.index]
 
 
+class Wanted(NamedTuple):
+    """What else than log-probs is asked for."""
+
+    entropy: bool
+    hits: bool
+
+
 class ActionScores(NamedTuple):
     """float32 [N], 0 where not trained; None where not asked for."""
 
@@ -47,6 +54,7 @@ class ActionScores(NamedTuple):
     entropy: jax.Array | None = None
     kl: jax.Array | None = None
     values: jax.Array | None = None
+    hits: jax.Array | None = None  # 1 where the token is the likeliest
 
 
 def all_places(mask_BA: jax.Array) -> Places:
@@ -74,20 +82,25 @@ def score_actions(
     entropy: bool = False,
     reference: Any = None,
     critic: Any = None,
+    hits: bool = False,
 ) -> ActionScores:
-    """Scores at `places`. `reference` is the adapter that an exact KL is taken to, `critic` the one that gives values."""
+    """Scores at `places`. `reference` is the adapter that an exact KL is taken to, `critic` the one that gives values.
+
+    `hits` are None from an adapter of others that has no distributions.
+    """
+    wanted = Wanted(entropy, hits)
     if not _is_ours(policy):
-        scores, values = _scores_of_methods(policy, batch, places, entropy, reference), None
+        scores, values = _scores_of_methods(policy, batch, places, wanted, reference), None
     elif _has_head(policy) and not _needs_output(critic, policy):
-        scores, values = _scores_of_hidden(policy, batch, places, entropy, reference, critic)
+        scores, values = _scores_of_hidden(policy, batch, places, wanted, reference, critic)
     else:
-        scores, values = _scores_of_logits(policy, batch, places, entropy, reference, critic)
+        scores, values = _scores_of_logits(policy, batch, places, wanted, reference, critic)
     if critic is not None and values is None:
         values = critic.action_values(batch)
     at_places = None if values is None else places.pick(values)
     return ActionScores(
         masked(scores.logprob, places.trained),
-        *(None if x is None else masked(x, places.trained) for x in (scores.entropy, scores.kl, at_places)),
+        *(None if x is None else masked(x, places.trained) for x in (scores.entropy, scores.kl, at_places, scores.hit)),
     )
 
 
@@ -127,7 +140,7 @@ def _is_our_critic(critic: Any, policy: SequencePolicyAdapter) -> bool:
 
 
 def _scores_of_hidden(
-    policy: SequencePolicyAdapter, batch: Batch, places: Places, entropy: bool, reference: Any, critic: Any
+    policy: SequencePolicyAdapter, batch: Batch, places: Places, wanted: Wanted, reference: Any, critic: Any
 ) -> tuple[Scores, jax.Array | None]:
     whole = policy.hidden(batch)
     hidden = _at_places(whole, places)
@@ -139,7 +152,7 @@ def _scores_of_hidden(
     elif reference is not None:
         logp = jax.lax.stop_gradient(_at_places(_distributions(reference, batch), places, shifted=False))
         heads = (lambda x: x, logp * temperature[:, None])  # divided by the temperature again
-    scores = hidden_scores(policy.model.head, hidden, target, temperature, entropy=entropy, reference=heads)
+    scores = hidden_scores(policy.model.head, hidden, target, temperature, reference=heads, **wanted._asdict())
     values = None
     if critic is not None and _is_our_critic(critic, policy):
         rows, length = batch.sequences.shape
@@ -148,7 +161,7 @@ def _scores_of_hidden(
 
 
 def _scores_of_logits(
-    policy: SequencePolicyAdapter, batch: Batch, places: Places, entropy: bool, reference: Any, critic: Any
+    policy: SequencePolicyAdapter, batch: Batch, places: Places, wanted: Wanted, reference: Any, critic: Any
 ) -> tuple[Scores, jax.Array | None]:
     shape = tuple(batch.sequences.shape)
     shared = critic is not None and _is_our_critic(critic, policy)
@@ -168,19 +181,22 @@ def _scores_of_logits(
         )
         others = jax.lax.stop_gradient(others)
     own = _at_places(logits, places)
-    return logit_scores(own, target, temperature, entropy=entropy, reference_NV=others), values
+    return logit_scores(own, target, temperature, reference_NV=others, **wanted._asdict()), values
 
 
-def _scores_of_methods(policy: Any, batch: Batch, places: Places, entropy: bool, reference: Any) -> Scores:
+def _scores_of_methods(policy: Any, batch: Batch, places: Places, wanted: Wanted, reference: Any) -> Scores:
     log_probs = places.pick(jnp.asarray(policy.action_log_probs(batch), jnp.float32))
-    if not entropy and reference is None:
+    hits = wanted.hits and callable(getattr(policy, "log_prob_distributions", None))
+    if not wanted.entropy and reference is None and not hits:
         return Scores(log_probs)
     logp = _at_places(_distributions(policy, batch), places, shifted=False)
     kl = None
     if reference is not None:
         other = _at_places(_distributions(reference, batch), places, shifted=False)
         kl = kl_divergences(logp, jax.lax.stop_gradient(other))
-    return Scores(log_probs, entropies(logp) if entropy else None, kl)
+    likeliest = jnp.argmax(logp, axis=-1) == places.pick(batch.sequences[:, 1:]) if hits else None
+    hit = None if likeliest is None else likeliest.astype(jnp.float32)
+    return Scores(log_probs, entropies(logp) if wanted.entropy else None, kl, hit)
 
 
 def _distributions(adapter: Any, batch: Batch) -> jax.Array:

@@ -36,7 +36,7 @@ Result = tuple[jax.Array, Metrics]
 
 
 class SequenceTrainer(ABC, Generic[Config]):
-    """Base of the four trainers; `create_loss_fn`, `compute_loss`, `train_step`, `eval_step` and state are here."""
+    """Base of the trainers; `create_loss_fn`, `compute_loss`, `train_step`, `eval_step` and state are here."""
 
     def __init__(
         self, model: nnx.Module, optimizer: Any, config: Config, adapters: dict[str, Any], reference: Any
