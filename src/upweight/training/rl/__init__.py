@@ -46,6 +46,7 @@ from upweight.training.rl.rewards import (
     ThresholdReward,
     as_reward_model,
 )
+from upweight.training.rl.saving import load_state, newest_state, prune_states, save_state
 from upweight.training.rl.sft import SFTTrainer
 from upweight.training.rl.types import (
     GeneratedBatch,
@@ -113,8 +114,12 @@ __all__ = [
     "compute_masked_kl_divergence",
     "compute_masked_policy_entropy",
     "compute_policy_entropy",
+    "load_state",
     "masked_mean",
     "masked_normalize",
+    "newest_state",
     "normalize_advantages",
+    "prune_states",
+    "save_state",
     "with_advantages",
 ]

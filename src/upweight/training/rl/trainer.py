@@ -111,10 +111,12 @@ class SequenceTrainer(ABC, Generic[Config]):
 
     def state_dict(self) -> dict[str, Any]:
         """Copies of what an exact resume needs: model, optimizer, step, config, and the shape that is not padded."""
-        state = {"model": snapshot(self.model), "optimizer": snapshot(self.optimizer)}
+        return {"model": snapshot(self.model), "optimizer": snapshot(self.optimizer), **self.state_beside_arrays()}
+
+    def state_beside_arrays(self) -> dict[str, Any]:
+        """The part of `state_dict` that is plain numbers and text."""
         step = getattr(self.optimizer, "step", None)
         return {
-            **state,
             "step": 0 if step is None else int(step[...]),
             "config": asdict(self.config),  # type: ignore[call-overload]
             "first_shape": self._shapes.first,
