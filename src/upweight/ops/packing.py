@@ -13,10 +13,22 @@ Invariants:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
-from upweight.ops.samples import TrainBatch
+
+class Samples(Protocol):
+    """n samples of T tokens in all, end to end."""
+
+    @property
+    def token_ids(self) -> np.ndarray: ...  # int32 [T]
+    @property
+    def mask(self) -> np.ndarray: ...  # uint8 [T], 1 = trained
+    @property
+    def starts(self) -> np.ndarray: ...  # int64 [n+1]
+    @property
+    def num_samples(self) -> int: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +76,7 @@ class _Block:
 
 
 def pack(
-    batch: TrainBatch, *, only: np.ndarray | None = None, share_context: bool = True, max_row: int = 4096
+    batch: Samples, *, only: np.ndarray | None = None, share_context: bool = True, max_row: int = 4096
 ) -> PackedBatch:
     """Packs the samples (all, or those listed in `only`) that have at least one target.
 
@@ -84,7 +96,7 @@ def first_target(mask: np.ndarray) -> int | None:
     return int(trained[0]) + 1 if len(trained) else None
 
 
-def _blocks(batch: TrainBatch, chosen: np.ndarray, share: bool, limit: int) -> list[_Block]:
+def _blocks(batch: Samples, chosen: np.ndarray, share: bool, limit: int) -> list[_Block]:
     starts = batch.starts
     open_blocks: dict[tuple[int, ...], _Block] = {}
     done: list[_Block] = []
@@ -126,7 +138,7 @@ def _row_bucket(n: int) -> int:
     return max(1, n) if n <= 4 else bucket(n, smallest=4)
 
 
-def _lay_out(batch: TrainBatch, rows: list[list[_Block]], width: int) -> PackedBatch:
+def _lay_out(batch: Samples, rows: list[list[_Block]], width: int) -> PackedBatch:
     height = _row_bucket(len(rows))
     tokens = np.zeros((height, width), np.int32)
     positions = np.zeros((height, width), np.int32)

@@ -12,6 +12,7 @@ from upweight.ops.masked_stats import masked, masked_normalize
 from upweight.ops.packing import power_bucket
 from upweight.ops.policy_loss import AGGREGATIONS
 from upweight.training.rl.scoring import Places, trained_places
+from upweight.training.rl.sharing import layouts
 
 UNWHITENED = "unwhitened"
 
@@ -80,10 +81,13 @@ def whitened(several: list[Inputs]) -> list[Inputs]:
     return done
 
 
-def cut(inputs: Inputs, mask: np.ndarray, parts: list[np.ndarray], everywhere: bool) -> list[tuple[Inputs, Places]]:
+def cut(
+    inputs: Inputs, mask: np.ndarray, parts: list[np.ndarray], everywhere: bool, share: bool = False
+) -> list[tuple[Inputs, Places]]:
     """One piece for each list of rows, all of one shape, with the places of its trained actions.
 
-    `mask` is that of the inputs, on the host; `everywhere` takes all places instead of the trained ones.
+    `mask` is that of the inputs, on the host; `everywhere` takes all places instead of the trained ones. `share` computes once
+    what rows of a piece have in common, where that is worth it.
     """
     size = max(len(part) for part in parts)
     whole = len(parts) == 1 and np.array_equal(parts[0], np.arange(mask.shape[0]))
@@ -98,7 +102,18 @@ def cut(inputs: Inputs, mask: np.ndarray, parts: list[np.ndarray], everywhere: b
     count = masks[0].size
     if not everywhere:
         count = min(count, power_bucket(max(int((own > 0).sum()) for own in masks)))
-    return [(piece, _places(own, count)) for piece, own in zip(pieces, masks, strict=True)]
+    places = [_places(own, count) for own in masks]
+    laid = layouts(_tokens(inputs, parts, size), masks) if share else None
+    if laid is not None:
+        places = [each._replace(layout=layout) for each, layout in zip(places, laid, strict=True)]
+    return list(zip(pieces, places, strict=True))
+
+
+def _tokens(inputs: Inputs, parts: list[np.ndarray], size: int) -> list[np.ndarray]:
+    """[B,S] of each part on the host, filled up as its piece is."""
+    whole = np.asarray(inputs.batch.sequences)
+    rows = [np.pad(part, (0, size - len(part)), constant_values=0) for part in parts]
+    return [whole[chosen].reshape(-1, whole.shape[-1]) for chosen in rows]
 
 
 def _places(mask: np.ndarray, count: int) -> Places:

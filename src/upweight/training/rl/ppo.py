@@ -112,7 +112,7 @@ class PPOTrainer(RolloutTrainer[PPOConfig]):
         for _ in range(epochs):
             order = np.arange(count) if random is None else random.permutation(count)
             parts = [order[i : i + size] for i in range(0, count, size)]
-            for piece in cut(inputs, mask, parts, self._everywhere()):
+            for piece in cut(inputs, mask, parts, self._everywhere(), self._shares()):
                 own = piece[1].trained
                 rows = len(np.unique(piece[1].row[own > 0]))
                 totals = Totals(np.float32((own > 0).sum()), np.float32(rows))

@@ -27,7 +27,7 @@ from upweight.training.rl.binding import module_of, rebind
 from upweight.training.rl.compiled import CompiledStep, Frozen, Metrics
 from upweight.training.rl.inputs import Inputs, Totals, cut, split_evenly, whitened
 from upweight.training.rl.padding import Shapes
-from upweight.training.rl.scoring import Places, all_places, needs_all_places
+from upweight.training.rl.scoring import Places, all_places, can_share, needs_all_places
 from upweight.training.rl.state import restore, snapshot
 from upweight.training.rl.update import clipped_update
 
@@ -49,6 +49,7 @@ class SequenceTrainer(ABC, Generic[Config]):
         self._adapters = adapters
         for adapter in adapters.values():
             rebind(adapter, model, model)
+        self.share_prompts = True  # compute once what rows have in common, where the model allows it
         self._shapes = Shapes()
         self._warned: set[str] = set()
         self._step = CompiledStep(
@@ -167,7 +168,9 @@ class SequenceTrainer(ABC, Generic[Config]):
         for inputs in several:
             mask = np.asarray(inputs.mask)
             totals += Totals.of(mask, np)
-            pieces += cut(inputs, mask, split_evenly(mask.shape[0], num_microbatches), self._everywhere())
+            pieces += cut(
+                inputs, mask, split_evenly(mask.shape[0], num_microbatches), self._everywhere(), self._shares()
+            )
         return pieces, totals, extra
 
     def _prepared(self, batches: list[Any]) -> tuple[list[Inputs], Metrics]:
@@ -179,6 +182,9 @@ class SequenceTrainer(ABC, Generic[Config]):
 
     def _everywhere(self) -> bool:
         return needs_all_places(self._adapters["policy"], self._adapters.get("value"))
+
+    def _shares(self) -> bool:
+        return self.share_prompts and can_share(self._adapters["policy"], self._adapters.get("value"))
 
     def _frozen(self) -> Frozen:
         return Frozen.of(None if self._reference is None else module_of(self._reference))
