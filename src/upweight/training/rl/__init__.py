@@ -7,6 +7,7 @@ from upweight.training.rl.backends import (
     with_advantages,
 )
 from upweight.training.rl.configs import DPOConfig, GRPOConfig, PPOConfig, REINFORCEConfig, SFTConfig
+from upweight.training.rl.devices import Placement
 from upweight.training.rl.dpo import DPOTrainer
 from upweight.training.rl.functions import (
     compute_clipped_surrogate_loss,
@@ -83,6 +84,7 @@ __all__ = [
     "LogProbScorer",
     "PPOConfig",
     "PPOTrainer",
+    "Placement",
     "PolicyAdapter",
     "PreferenceBatch",
     "REINFORCEConfig",

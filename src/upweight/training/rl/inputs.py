@@ -11,6 +11,7 @@ import numpy as np
 from upweight.ops.masked_stats import masked, masked_normalize
 from upweight.ops.packing import power_bucket
 from upweight.ops.policy_loss import AGGREGATIONS
+from upweight.training.rl.devices import Placement, on_host
 from upweight.training.rl.scoring import Places, trained_places
 from upweight.training.rl.sharing import layouts
 
@@ -82,12 +83,17 @@ def whitened(several: list[Inputs]) -> list[Inputs]:
 
 
 def cut(
-    inputs: Inputs, mask: np.ndarray, parts: list[np.ndarray], everywhere: bool, share: bool = False
+    inputs: Inputs,
+    mask: np.ndarray,
+    parts: list[np.ndarray],
+    everywhere: bool,
+    share: bool,
+    placement: Placement | None,
 ) -> list[tuple[Inputs, Places]]:
     """One piece for each list of rows, all of one shape, with the places of its trained actions.
 
     `mask` is that of the inputs, on the host; `everywhere` takes all places instead of the trained ones. `share` computes once
-    what rows of a piece have in common, where that is worth it.
+    what rows of a piece have in common, where that is worth it. With a placement pieces lie on its devices.
     """
     size = max(len(part) for part in parts)
     whole = len(parts) == 1 and np.array_equal(parts[0], np.arange(mask.shape[0]))
@@ -103,7 +109,9 @@ def cut(
     if not everywhere:
         count = min(count, power_bucket(max(int((own > 0).sum()) for own in masks)))
     places = [_places(own, count) for own in masks]
-    laid = layouts(_tokens(inputs, parts, size), masks) if share else None
+    if placement is not None:
+        pieces = [placement.put_rows(piece) for piece in pieces]
+    laid = layouts(_tokens(inputs, parts, size), masks, placement) if share else None
     if laid is not None:
         places = [each._replace(layout=layout) for each, layout in zip(places, laid, strict=True)]
     return list(zip(pieces, places, strict=True))
@@ -111,7 +119,7 @@ def cut(
 
 def _tokens(inputs: Inputs, parts: list[np.ndarray], size: int) -> list[np.ndarray]:
     """[B,S] of each part on the host, filled up as its piece is."""
-    whole = np.asarray(inputs.batch.sequences)
+    whole = on_host(inputs.batch.sequences)
     rows = [np.pad(part, (0, size - len(part)), constant_values=0) for part in parts]
     return [whole[chosen].reshape(-1, whole.shape[-1]) for chosen in rows]
 
@@ -123,7 +131,7 @@ def _places(mask: np.ndarray, count: int) -> Places:
     return Places(index, index // mask.shape[1], mask.reshape(-1).astype(np.float32))
 
 
-def split_evenly(rows: int, parts: int) -> list[np.ndarray]:
-    """Contiguous parts of ⌈rows / parts⌉ rows; fewer parts when there are not enough rows."""
-    size = -(-rows // parts)
+def split_evenly(rows: int, parts: int, multiple: int = 1) -> list[np.ndarray]:
+    """Contiguous parts of ⌈rows / parts⌉ rows, or of the next multiple; fewer parts when there are not enough rows."""
+    size = -(-rows // (parts * multiple)) * multiple
     return [np.arange(start, min(start + size, rows)) for start in range(0, rows, size)]

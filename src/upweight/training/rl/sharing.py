@@ -17,6 +17,7 @@ import numpy as np
 
 from upweight.ops.packing import PackedBatch, pack
 from upweight.training.policy_step import allowed_mask
+from upweight.training.rl.devices import Placement
 
 WORTH_IT = 0.8  # of the tokens that the rows have as they are
 LONGEST = 1024  # of a packed row, unless two plain ones are longer: attention costs the square of it
@@ -56,15 +57,23 @@ def takes_layout(model: Any) -> bool:
     return {"positions", "allowed"} <= inspect.signature(model.hidden_states).parameters.keys()
 
 
-def layouts(tokens: list[np.ndarray], masks: list[np.ndarray]) -> list[Layout] | None:
+def layouts(
+    tokens: list[np.ndarray], masks: list[np.ndarray], placement: Placement | None = None
+) -> list[Layout] | None:
     """One layout for each piece (tokens [B,S], mask [B,S−1]), all of one shape; None when it is not worth it."""
     rows, length = tokens[0].shape
     flat = [rows_of(*piece) for piece in zip(tokens, masks, strict=True)]
     packed = [pack(each, max_row=max(LONGEST, 2 * length)) for each in flat]
     height, width = (max(each.tokens.shape[axis] for each in packed) for axis in (0, 1))
+    if placement is not None:
+        height = -(-height // placement.row_parts) * placement.row_parts
     if height * width > WORTH_IT * rows * length:
         return None
-    return [_layout(each, own.place, (rows, length), height, width) for each, own in zip(packed, flat, strict=True)]
+    laid = [_layout(each, own.place, (rows, length), height, width) for each, own in zip(packed, flat, strict=True)]
+    if placement is None:
+        return laid
+    split = [placement.put_rows(layout._replace(query=None)) for layout in laid]
+    return [each._replace(query=layout.query) for each, layout in zip(split, laid, strict=True)]
 
 
 def rows_of(tokens_BS: np.ndarray, mask_BA: np.ndarray) -> Rows:
