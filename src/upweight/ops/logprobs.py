@@ -64,8 +64,9 @@ def hidden_scores(
     inputs = (hidden_NH, target_N, temperature_N, None if reference is None else reference[1])
     if count <= CHUNK:
         return one(inputs)
-    chunks = jax.tree.map(lambda x: _whole_chunks(x).reshape(-1, CHUNK, *x.shape[1:]), inputs)
-    return jax.tree.map(lambda x: x.reshape(-1)[:count], jax.lax.map(jax.checkpoint(one), chunks))
+    # A chunk takes every n-th position, so that positions which devices have split among them are split in each chunk.
+    chunks = jax.tree.map(lambda x: _whole_chunks(x).reshape(CHUNK, -1, *x.shape[1:]).swapaxes(0, 1), inputs)
+    return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(-1)[:count], jax.lax.map(jax.checkpoint(one), chunks))
 
 
 def logit_scores(

@@ -110,7 +110,7 @@ def cut(
         count = min(count, power_bucket(max(int((own > 0).sum()) for own in masks)))
     places = [_places(own, count) for own in masks]
     if placement is not None:
-        pieces = [placement.put_rows(piece) for piece in pieces]
+        pieces, places = ([placement.put_rows(x) for x in several] for several in (pieces, places))
     laid = layouts(_tokens(inputs, parts, size), masks, placement) if share else None
     if laid is not None:
         places = [each._replace(layout=layout) for each, layout in zip(places, laid, strict=True)]

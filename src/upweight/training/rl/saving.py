@@ -75,8 +75,8 @@ def load_state(
         wanted: dict[str, Any] = {name: snapshot(module, copy=False) for name, module in modules.items()}
         wanted["about"] = np.zeros(saved["about"].shape, np.uint8)
         arguments = orbax.checkpoint_utils.construct_restore_args(wanted)
-        # Transforms, if empty ones, leave unread what is not wanted.
-        state = checkpointer.restore(path, item=wanted, restore_args=arguments, transforms={})
+        only = orbax.args.PyTreeRestore(item=wanted, restore_args=arguments, partial_restore=True)
+        state = checkpointer.restore(path, args=only)
     about = json.loads(bytes(np.asarray(state.pop("about"))))
     config = {name: tuple(x) if isinstance(x, list) else x for name, x in about["config"].items()}
     trainer.load_state_dict({**state, **about, "config": config})
