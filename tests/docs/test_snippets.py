@@ -154,7 +154,7 @@ def test_online_program(tiny_model_folder: Path, tmp_path: Path) -> None:
 
 
 def test_trainers_program(tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(programs(TRAINERS)["grpo"])
+    (tmp_path / "program.py").write_text(programs(TRAINERS)["devices"])
     done = subprocess.run(
         [sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
     )
@@ -166,11 +166,11 @@ def test_every_program_is_run_above() -> None:
     found = {
         (page.name, name) for page in (README, JOBS, ROLLOUTS, INFERENCE, ONLINE, TRAINERS) for name in programs(page)
     }
-    part = {("rollouts.md", "group")}  # the beginning of the two others of its page
+    part = {("rollouts.md", "group"), ("trainers.md", "grpo")}  # the beginning of others of their page
     run = {("README.md", "quick_start"), ("jobs.md", "create")}
     run |= {("rollouts.md", "evaluate"), ("rollouts.md", "asynchronous"), ("rollouts.md", "turns")}
     run |= {("inference.md", "openai"), ("inference.md", "anthropic"), ("online.md", "online")}
-    run |= {("trainers.md", "grpo")}
+    run |= {("trainers.md", "devices")}
     assert found == run | part
     pages = (JOBS, ROLLOUTS, INFERENCE, ONLINE, TRAINERS)
     assert not any(programs(page) for page in (ROOT / "docs").glob("*.md") if page not in pages)

@@ -104,11 +104,17 @@ class Decoder(nnx.Module):
     def __call__(self, tokens: jax.Array, positions: jax.Array | None = None) -> jax.Array:
         return self.head(self.hidden_states(tokens, positions))
 
-    def hidden_states(self, tokens: jax.Array, positions: jax.Array | None = None) -> jax.Array:
-        """[B,T] ids (padding on the right) → [B,T,H] after the last norm; positions default to 0, 1, 2, …"""
+    def hidden_states(
+        self, tokens: jax.Array, positions: jax.Array | None = None, allowed: jax.Array | None = None
+    ) -> jax.Array:
+        """[B,T] ids (padding on the right) → [B,T,H] after the last norm; positions default to 0, 1, 2, …
+
+        `allowed` [B,T,T] says which keys a query may look at, by default those whose position is not after its own.
+        """
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-        return forward_hidden(self.config, self.params(), tokens, positions, causal_mask(positions))
+        allowed = causal_mask(positions) if allowed is None else allowed
+        return forward_hidden(self.config, self.params(), tokens, positions, allowed)
 
     def head(self, hidden: jax.Array) -> jax.Array:
         return logits_of(self.config, self.params(), hidden)

@@ -1,25 +1,18 @@
-"""Training state on disk: one folder a version, `version-000012`, written by orbax.
-
-Invariants:
-* A folder of that name is complete: it is written under another name and renamed at the end.
-* One process at a time writes to a folder; what an interrupted save left behind is removed by the next prune.
-"""
+"""A job's training state on disk: one folder a version, `version-000012`, written by orbax; see `saved_folders`."""
 
 from __future__ import annotations
 
-import re
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from upweight.errors import TrainingError
+from upweight.training import saved_folders
 from upweight.training.policy_trainer import PolicyTrainer, check_same_form
 
 if TYPE_CHECKING:
     from orbax.checkpoint import Checkpointer
 
-NAME = re.compile(r"version-(\d{6,})")
-LAST_WRITTEN = "_METADATA"  # orbax writes it after the arrays
+KIND = "version"
 
 
 def save_checkpoint(folder: str | Path, trainer: PolicyTrainer) -> Path:
@@ -27,7 +20,7 @@ def save_checkpoint(folder: str | Path, trainer: PolicyTrainer) -> Path:
 
     A checkpoint of the same version is replaced.
     """
-    path = Path(folder).absolute() / f"version-{trainer.version:06d}"
+    path = Path(folder).absolute() / f"{KIND}-{trainer.version:06d}"
     with _checkpointer() as checkpointer:
         checkpointer.save(path, trainer.state(copy=False), force=True)
     return path
@@ -41,7 +34,7 @@ def load_checkpoint(path: str | Path, trainer: PolicyTrainer) -> None:
     import orbax.checkpoint as orbax
 
     path = Path(path).absolute()
-    if not _is_complete(path):
+    if not saved_folders.is_complete(path, KIND):
         raise TrainingError(f"{path} is no complete checkpoint; use newest_checkpoint to find one")
     mine = trainer.state(copy=False)
     with _checkpointer() as checkpointer:
@@ -55,31 +48,12 @@ def load_checkpoint(path: str | Path, trainer: PolicyTrainer) -> None:
 
 def newest_checkpoint(folder: str | Path) -> Path | None:
     """The complete checkpoint of the highest version below `folder`; None without one."""
-    complete = _complete(Path(folder))
-    return complete[-1] if complete else None
+    return saved_folders.newest(Path(folder), KIND)
 
 
 def prune_checkpoints(folder: str | Path, keep: int) -> list[Path]:
     """Deletes all but the newest `keep` checkpoints (at least one stays), and remains of interrupted saves."""
-    folder = Path(folder)
-    complete = _complete(folder)
-    stay = complete[-max(1, keep) :]
-    gone = [path for path in sorted(folder.glob("version-*")) if path not in stay]
-    for path in gone:
-        # Renamed first, so that a prune cut short leaves nothing that looks complete.
-        doomed = path if path not in complete else path.rename(path.with_name(f"{path.name}.deleted"))
-        shutil.rmtree(doomed)
-    return gone
-
-
-def _complete(folder: Path) -> list[Path]:
-    """Oldest first."""
-    found = [path for path in folder.glob("version-*") if _is_complete(path)]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("version-")))
-
-
-def _is_complete(path: Path) -> bool:
-    return NAME.fullmatch(path.name) is not None and (path / LAST_WRITTEN).is_file()
+    return saved_folders.prune(Path(folder), KIND, keep)
 
 
 def _checkpointer() -> Checkpointer:

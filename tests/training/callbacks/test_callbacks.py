@@ -25,17 +25,22 @@ from upweight.training.callbacks import (
     LoggerCallbackConfig,
     MemoryProfileConfig,
     MemoryProfiler,
+    MlflowLoggerCallback,
+    MlflowLoggerConfig,
     ModelCheckpoint,
     ProfilingConfig,
     ProgressBarCallback,
     ProgressBarConfig,
     TensorBoardLoggerCallback,
     TensorBoardLoggerConfig,
+    TrackioLoggerCallback,
+    TrackioLoggerConfig,
     TrainerLike,
     TrainingCallback,
     WandbLoggerCallback,
     WandbLoggerConfig,
     load_model,
+    tracked,
 )
 
 HOOKS = {
@@ -219,10 +224,31 @@ def test_trackers_start_with_the_first_metric(monkeypatch: pytest.MonkeyPatch, t
     assert (seen["folder"], seen["flush_secs"], seen["max_queue"]) == (str(tmp_path), 3, 10)
 
 
-def test_a_tracker_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ValueError, match="wandb is not installed; run: pip install wandb"):
-        loop(WandbLoggerCallback(WandbLoggerConfig("project")), [1.0])
+@pytest.mark.parametrize(
+    ("callback", "module", "extra"),
+    [
+        (WandbLoggerCallback(WandbLoggerConfig("project")), "wandb", "wandb"),
+        (TensorBoardLoggerCallback(), "tensorboardX", "tensorboard"),
+        (MlflowLoggerCallback(MlflowLoggerConfig("experiment")), "mlflow", "mlflow"),
+        (TrackioLoggerCallback(TrackioLoggerConfig("project")), "trackio", "trackio"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_a_tracker_that_is_not_installed_is_named(
+    callback: Any, module: str, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ValueError, match=rf"^{module} is not installed; run: pip install 'upweight\[{extra}\]'$"):
+        loop(callback, [1.0])
+
+
+def test_metrics_are_always_on_disk(tmp_path: Path) -> None:
+    calls: list[tuple[str, str, Any]] = []
+    callbacks = tracked(tmp_path / "run", Recorder("a", calls))
+    loop(callbacks, [0.5, 0.25])
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == [{"step": 0, "total_loss": 0.5}, {"step": 1, "total_loss": 0.25}]
+    assert len(calls) == 4  # the others are called as well
 
 
 def test_the_progress_bar_shows_steps_and_metrics(capsys: pytest.CaptureFixture[str]) -> None:

@@ -157,5 +157,10 @@ def rollout(**fields: Any) -> SequenceRolloutBatch:
     return SequenceRolloutBatch(batch, **fields)
 
 
+def answers(**fields: Any) -> GeneratedSequenceBatch:
+    sequences = fields.pop("sequences", tokens())
+    return GeneratedSequenceBatch.from_sequences(sequences, **{"response_mask": RESPONSE, **fields})
+
+
 def grouped(group_size: int = 2, **fields: Any) -> GroupRolloutBatch[SequenceRolloutBatch]:
     return GroupRolloutBatch(rollout(**{"rewards": REWARDS, **fields}), group_size)

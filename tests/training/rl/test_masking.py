@@ -25,6 +25,8 @@ from upweight.training.rl import (
 
 def poisoned(batch: Any, poison: float) -> Any:
     """The batch with `poison` at every masked place of every array of numbers, and ids far out of range there."""
+    if isinstance(batch, GeneratedSequenceBatch):
+        return _sequences(batch, poison)
     if isinstance(batch, PreferenceBatch):
         return PreferenceBatch(*(_sequences(half, poison) for half in (batch.chosen, batch.rejected)))
     if isinstance(batch, GroupRolloutBatch):

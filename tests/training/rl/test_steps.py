@@ -48,6 +48,7 @@ class Counted(Policy):
         ("dpo", {}, [0, 1]),
         ("dpo", {"reference_free": True}, [0]),
         ("dpo", {"loss_type": "simpo"}, [0]),
+        ("sft", {}, [0]),
     ],
 )
 def test_c05_forward_passes_of_a_step(kind: str, config: dict[str, Any], expected: list[int]) -> None:
@@ -127,7 +128,7 @@ def odd(batch: Any) -> Any:
 def test_d10_any_split_gives_the_gradient_of_the_whole_batch(kind: str, head: bool) -> None:
     def case() -> trainers.Case:
         if not head:
-            return ALL[kind](**({} if kind == "dpo" else {"loss_aggregation": "seq_mean_token_mean"}))
+            return ALL[kind](**({} if kind in ("dpo", "sft") else {"loss_aggregation": "seq_mean_token_mean"}))
         return ALL[kind](
             HeadPolicy(0, critic=kind == "ppo"), **({"reference": HeadPolicy(1)} if kind == "grpo" else {})
         )
@@ -139,7 +140,7 @@ def test_d10_any_split_gives_the_gradient_of_the_whole_batch(kind: str, head: bo
         assert_same(after, whole[1], rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["reinforce", "ppo", "dpo"])
+@pytest.mark.parametrize("kind", ["reinforce", "ppo", "dpo", "sft"])
 def test_d10_one_update_from_several_batches(kind: str) -> None:
     """Of a batch and of its two unequal halves, whitening included."""
     whole = step_of(ALL[kind]())

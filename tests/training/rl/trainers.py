@@ -17,6 +17,8 @@ from upweight.training.rl import (
     PreferenceBatch,
     REINFORCEConfig,
     REINFORCETrainer,
+    SFTConfig,
+    SFTTrainer,
 )
 
 OTHER = np.cos(np.arange(24, dtype=np.float32)).reshape(4, 6)
@@ -51,6 +53,10 @@ def dpo(model: Any = None, reference: Any = None, **config: Any) -> Case:
     return _made("dpo", model, reference, config)
 
 
+def sft(model: Any = None, **config: Any) -> Case:
+    return _made("sft", model, None, config)
+
+
 _KEPT: dict[Any, tuple[Any, Any]] = {}
 
 
@@ -75,6 +81,8 @@ def _trainer(kind: str, model: Any, reference: Any, config: dict[str, Any]) -> A
         return REINFORCETrainer(model, optimizer, REINFORCEConfig(**config))
     if kind == "ppo":
         return PPOTrainer(model, optimizer, PPOConfig(**config))
+    if kind == "sft":
+        return SFTTrainer(model, optimizer, SFTConfig(**config))
     if kind == "grpo":
         settings = GRPOConfig(**{"num_generations": 2, **config})
         return GRPOTrainer(model, optimizer, settings, reference_model=reference)
@@ -88,11 +96,11 @@ def batch_for(kind: str) -> Any:
         return small.rollout(old_log_probs=OLD, advantages=OTHER, returns=2 * OTHER, values=OTHER[:, ::-1].copy())
     if kind == "grpo":
         return small.grouped(old_log_probs=OLD, sampler_log_probs=OLD[:, ::-1].copy())
-    return pairs()
+    return small.answers() if kind == "sft" else pairs()
 
 
 OLD = small.old_log_probs(small.Policy())
-ALL: dict[str, Callable[..., Case]] = {"reinforce": reinforce, "ppo": ppo, "grpo": grpo, "dpo": dpo}
+ALL: dict[str, Callable[..., Case]] = {"reinforce": reinforce, "ppo": ppo, "grpo": grpo, "dpo": dpo, "sft": sft}
 
 
 def step_of(case: Case, batch: Any = None, **options: Any) -> tuple[dict[str, float], list[np.ndarray]]:

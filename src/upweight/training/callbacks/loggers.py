@@ -1,4 +1,4 @@
-"""Metrics of a loop to a logger, a file or a tracker. Trackers are imported when the first metric comes."""
+"""Metrics of a loop to a logger or a file; `trackers` has the other places."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import json
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from importlib import import_module
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -119,111 +118,3 @@ class JsonlLogger:
     def log_scalars(self, metrics: Mapping[str, float], step: int) -> None:
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, **metrics}) + "\n")
-
-
-@dataclass(slots=True)
-class WandbLoggerConfig:
-    project: str
-    entity: str | None = None
-    name: str | None = None
-    tags: list[str] = field(default_factory=list)
-    notes: str | None = None
-    config: dict[str, Any] = field(default_factory=dict)
-    mode: str = "online"  # online | offline | disabled
-    resume: str | bool | None = None
-    log_every_n_steps: int = 1
-    log_on_epoch_end: bool = True
-    log_dir: str | Path | None = None
-
-    def __post_init__(self) -> None:
-        check_every(self.log_every_n_steps)
-
-
-class WandbLoggerCallback(MetricCallback):
-    """To Weights & Biases. The run begins with training, or with the first metric, and ends with training or `close()`."""
-
-    __slots__ = ("config", "run")
-
-    def __init__(self, config: WandbLoggerConfig) -> None:
-        super().__init__(config.log_every_n_steps, config.log_on_epoch_end)
-        self.config = config
-        self.run: Any = None
-
-    def on_train_begin(self, trainer: Any) -> None:
-        self._start()
-
-    def on_train_end(self, trainer: Any) -> None:
-        self.close()
-
-    def write(self, metrics: dict[str, float], step: int) -> None:
-        self._start()
-        self.run.log(metrics, step=step)
-
-    def close(self) -> None:
-        if self.run is not None:
-            self.run.finish()
-            self.run = None
-
-    def _start(self) -> None:
-        if self.run is not None:
-            return
-        given = self.config
-        self.run = tracker_module("wandb", "wandb").init(
-            project=given.project,
-            entity=given.entity,
-            name=given.name,
-            tags=given.tags,
-            notes=given.notes,
-            config=given.config,
-            mode=given.mode,
-            resume=given.resume,
-            dir=None if given.log_dir is None else str(given.log_dir),
-        )
-
-
-@dataclass(slots=True)
-class TensorBoardLoggerConfig:
-    log_dir: str | Path = "logs/tensorboard"
-    flush_secs: int = 120
-    max_queue: int = 10
-    log_every_n_steps: int = 1
-    log_on_epoch_end: bool = True
-
-    def __post_init__(self) -> None:
-        check_every(self.log_every_n_steps)
-
-
-class TensorBoardLoggerCallback(MetricCallback):
-    """To event files that TensorBoard reads, written by tensorboardX."""
-
-    __slots__ = ("config", "writer")
-
-    def __init__(self, config: TensorBoardLoggerConfig | None = None) -> None:
-        self.config = TensorBoardLoggerConfig() if config is None else config
-        super().__init__(self.config.log_every_n_steps, self.config.log_on_epoch_end)
-        self.writer: Any = None
-
-    def on_train_end(self, trainer: Any) -> None:
-        self.close()
-
-    def write(self, metrics: dict[str, float], step: int) -> None:
-        if self.writer is None:
-            module = tracker_module("tensorboardX", "tensorboardX")
-            given = self.config
-            self.writer = module.SummaryWriter(
-                str(given.log_dir), flush_secs=given.flush_secs, max_queue=given.max_queue
-            )
-        for name, value in metrics.items():
-            self.writer.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        if self.writer is not None:
-            self.writer.close()
-            self.writer = None
-
-
-def tracker_module(name: str, package: str) -> Any:
-    try:
-        return import_module(name)
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"{name} is not installed; run: pip install {package}") from error

@@ -6,7 +6,8 @@ from upweight.training.rl.backends import (
     LocalSequenceRolloutBackend,
     with_advantages,
 )
-from upweight.training.rl.configs import DPOConfig, GRPOConfig, PPOConfig, REINFORCEConfig
+from upweight.training.rl.configs import DPOConfig, GRPOConfig, PPOConfig, REINFORCEConfig, SFTConfig
+from upweight.training.rl.devices import Placement
 from upweight.training.rl.dpo import DPOTrainer
 from upweight.training.rl.functions import (
     compute_clipped_surrogate_loss,
@@ -46,6 +47,8 @@ from upweight.training.rl.rewards import (
     ThresholdReward,
     as_reward_model,
 )
+from upweight.training.rl.saving import load_state, newest_state, prune_states, save_state
+from upweight.training.rl.sft import SFTTrainer
 from upweight.training.rl.types import (
     GeneratedBatch,
     GeneratedSequenceBatch,
@@ -81,12 +84,15 @@ __all__ = [
     "LogProbScorer",
     "PPOConfig",
     "PPOTrainer",
+    "Placement",
     "PolicyAdapter",
     "PreferenceBatch",
     "REINFORCEConfig",
     "REINFORCETrainer",
     "RewardFunction",
     "RewardModel",
+    "SFTConfig",
+    "SFTTrainer",
     "ScaledReward",
     "SequenceGeneratingModule",
     "SequenceGenerationBackend",
@@ -110,8 +116,12 @@ __all__ = [
     "compute_masked_kl_divergence",
     "compute_masked_policy_entropy",
     "compute_policy_entropy",
+    "load_state",
     "masked_mean",
     "masked_normalize",
+    "newest_state",
     "normalize_advantages",
+    "prune_states",
+    "save_state",
     "with_advantages",
 ]

@@ -18,6 +18,7 @@ from upweight.ops.masked_stats import masked
 from upweight.training.rl.extraction import align_values, extract_logits_from_output, extract_values_from_output
 from upweight.training.rl.forward import Vocabulary, forward
 from upweight.training.rl.rollouts import SequenceRolloutBatch, action_mask
+from upweight.training.rl.sharing import Layout
 from upweight.training.rl.types import GeneratedSequenceBatch
 
 __all__ = [
@@ -78,16 +79,22 @@ class _Adapter:
 
         return forward(self.model, function, tokens, trained, self._vocabulary, size_of)
 
-    def hidden(self, batch: Batch) -> jax.Array:
-        """(B,S,H) of a model that offers `hidden_states`."""
-        trained = jnp.pad(mask_of(batch), ((0, 0), (1, 0)))
+    def hidden(self, batch: Batch, layout: Layout | None = None) -> jax.Array:
+        """(B,S,H) of a model that offers `hidden_states`; (P,T,H) of the batch's tokens in a layout."""
 
         def size_of(hidden: Any) -> int:
             return jax.eval_shape(self.model.head, hidden).shape[-1] if hasattr(self.model, "head") else UNKNOWN
 
         def function(model: Any, tokens: jax.Array) -> jax.Array:
-            return model.hidden_states(tokens)
+            if layout is None:
+                return model.hidden_states(tokens)
+            return model.hidden_states(tokens, positions=layout.positions, allowed=layout.allowed())
 
+        if layout is not None:
+            # A trained id out of range still makes its own log-prob NaN, as a target.
+            nowhere = jnp.zeros(layout.tokens.shape)
+            return forward(self.model, function, jnp.asarray(layout.tokens), nowhere, self._vocabulary, size_of)
+        trained = jnp.pad(mask_of(batch), ((0, 0), (1, 0)))
         return forward(self.model, function, integral_tokens(batch), trained, self._vocabulary, size_of)
 
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from upweight.training.rl.binding import module_of
+from upweight.training.rl.devices import Shardings, constrained
 from upweight.training.rl.inputs import UNWHITENED, Inputs, Totals, whitened
 from upweight.training.rl.scoring import Places
 from upweight.training.rl.update import clipped_update
@@ -62,12 +63,22 @@ def taken_apart(module: Any) -> tuple[Form, Any]:
     return Form(graphdef), state
 
 
+class Lies(NamedTuple):
+    """Where the arrays of model and optimizer lie on a mesh; None for those that nobody placed."""
+
+    model: Shardings | None = None
+    optimizer: Shardings | None = None
+
+
 class CompiledStep:
     """`prepare` and `loss` of a trainer, compiled once per shape."""
 
-    def __init__(self, prepare: Prepare, loss: Loss, wrt: Any, max_grad_norm: float | None) -> None:
+    def __init__(
+        self, prepare: Prepare, loss: Loss, wrt: Any, max_grad_norm: float | None, lies: Lies | None = None
+    ) -> None:
         self._prepare, self._loss = prepare, loss
         self._wrt, self._max_grad_norm = wrt, max_grad_norm
+        self._lies = Lies() if lies is None else lies
         self._prepared = jax.jit(self._run_prepare, static_argnums=(0, 1))
         self._gradient = jax.jit(self._run_gradient, static_argnums=(0, 1))
         self._value = jax.jit(self._run_value, static_argnums=(0, 1))
@@ -156,7 +167,7 @@ class CompiledStep:
             return loss, (metrics, _changes(rest, after)[0])
 
         (loss, (metrics, changed)), grads = jax.value_and_grad(of, has_aux=True)(params)
-        return grads, loss, metrics, changed
+        return constrained(grads, self._lies.model), loss, metrics, changed
 
     def _run_update(
         self,
@@ -174,7 +185,8 @@ class CompiledStep:
         report = clipped_update(model, optimizer, grads, max_grad_norm=self._max_grad_norm, loss=loss, allowed=allowed)
         applied = report["update_skipped"] < 1
         changed = {i: jnp.where(applied, new, before[i]) for i, new in changed.items()}
-        return nnx.state(model, self._wrt), nnx.state(optimizer), changed, report
+        params = constrained(nnx.state(model, self._wrt), self._lies.model)
+        return params, constrained(nnx.state(optimizer), self._lies.optimizer), changed, report
 
 
 def call(adapter: Any, method: str, batch: Any) -> Any:

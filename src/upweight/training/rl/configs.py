@@ -151,6 +151,14 @@ class DPOConfig:
             )
 
 
+@dataclass(slots=True)
+class SFTConfig:
+    max_grad_norm: float | None = None
+
+    def __post_init__(self) -> None:
+        check_config(self)
+
+
 def _check_no_norm(aggregation: str) -> None:
     if aggregation == "seq_mean_token_sum_norm":
         raise ConfigError(

@@ -11,7 +11,9 @@ import numpy as np
 from upweight.ops.masked_stats import masked, masked_normalize
 from upweight.ops.packing import power_bucket
 from upweight.ops.policy_loss import AGGREGATIONS
+from upweight.training.rl.devices import Placement, on_host
 from upweight.training.rl.scoring import Places, trained_places
+from upweight.training.rl.sharing import layouts
 
 UNWHITENED = "unwhitened"
 
@@ -80,10 +82,18 @@ def whitened(several: list[Inputs]) -> list[Inputs]:
     return done
 
 
-def cut(inputs: Inputs, mask: np.ndarray, parts: list[np.ndarray], everywhere: bool) -> list[tuple[Inputs, Places]]:
+def cut(
+    inputs: Inputs,
+    mask: np.ndarray,
+    parts: list[np.ndarray],
+    everywhere: bool,
+    share: bool,
+    placement: Placement | None,
+) -> list[tuple[Inputs, Places]]:
     """One piece for each list of rows, all of one shape, with the places of its trained actions.
 
-    `mask` is that of the inputs, on the host; `everywhere` takes all places instead of the trained ones.
+    `mask` is that of the inputs, on the host; `everywhere` takes all places instead of the trained ones. `share` computes once
+    what rows of a piece have in common, where that is worth it. With a placement pieces lie on its devices.
     """
     size = max(len(part) for part in parts)
     whole = len(parts) == 1 and np.array_equal(parts[0], np.arange(mask.shape[0]))
@@ -98,7 +108,20 @@ def cut(inputs: Inputs, mask: np.ndarray, parts: list[np.ndarray], everywhere: b
     count = masks[0].size
     if not everywhere:
         count = min(count, power_bucket(max(int((own > 0).sum()) for own in masks)))
-    return [(piece, _places(own, count)) for piece, own in zip(pieces, masks, strict=True)]
+    places = [_places(own, count) for own in masks]
+    if placement is not None:
+        pieces, places = ([placement.put_rows(x) for x in several] for several in (pieces, places))
+    laid = layouts(_tokens(inputs, parts, size), masks, placement) if share else None
+    if laid is not None:
+        places = [each._replace(layout=layout) for each, layout in zip(places, laid, strict=True)]
+    return list(zip(pieces, places, strict=True))
+
+
+def _tokens(inputs: Inputs, parts: list[np.ndarray], size: int) -> list[np.ndarray]:
+    """[B,S] of each part on the host, filled up as its piece is."""
+    whole = on_host(inputs.batch.sequences)
+    rows = [np.pad(part, (0, size - len(part)), constant_values=0) for part in parts]
+    return [whole[chosen].reshape(-1, whole.shape[-1]) for chosen in rows]
 
 
 def _places(mask: np.ndarray, count: int) -> Places:
@@ -108,7 +131,7 @@ def _places(mask: np.ndarray, count: int) -> Places:
     return Places(index, index // mask.shape[1], mask.reshape(-1).astype(np.float32))
 
 
-def split_evenly(rows: int, parts: int) -> list[np.ndarray]:
-    """Contiguous parts of ⌈rows / parts⌉ rows; fewer parts when there are not enough rows."""
-    size = -(-rows // parts)
+def split_evenly(rows: int, parts: int, multiple: int = 1) -> list[np.ndarray]:
+    """Contiguous parts of ⌈rows / parts⌉ rows, or of the next multiple; fewer parts when there are not enough rows."""
+    size = -(-rows // (parts * multiple)) * multiple
     return [np.arange(start, min(start + size, rows)) for start in range(0, rows, size)]

@@ -7,6 +7,7 @@ each new shape would compile anew.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -25,14 +26,20 @@ class Shapes:
 
     def __init__(self) -> None:
         self.first: tuple[int, int] | None = None
+        self.row_parts = 1  # devices that rows are split over: their number is made a multiple of it
 
     def fit(self, rows: int, length: int, group_size: int = 1) -> tuple[int, int] | None:
         """Rows stay a multiple of the group size."""
         if self.first is None:
             self.first = (rows, length)
+        multiple = math.lcm(group_size, self.row_parts)
         if (rows, length) == self.first:
-            return None
-        return bucket(rows // group_size, 1) * group_size, bucket(length, SMALLEST_LENGTH)
+            return None if rows % self.row_parts == 0 else (_up(rows, multiple), length)
+        return _up(bucket(rows // group_size, 1) * group_size, multiple), bucket(length, SMALLEST_LENGTH)
+
+
+def _up(rows: int, multiple: int) -> int:
+    return -(-rows // multiple) * multiple
 
 
 def pad_rollout(batch: SequenceRolloutBatch, rows: int, length: int) -> SequenceRolloutBatch:

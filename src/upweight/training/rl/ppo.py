@@ -18,13 +18,14 @@ from upweight.training.rl.adapters import SequenceValueHeadAdapter
 from upweight.training.rl.checks import Array, as_array
 from upweight.training.rl.compiled import Metrics, join
 from upweight.training.rl.configs import PPOConfig
+from upweight.training.rl.devices import on_host
 from upweight.training.rl.functions import (
     compute_clipped_surrogate_loss,
     compute_gae_advantages,
     compute_masked_policy_entropy,
     compute_policy_entropy,
 )
-from upweight.training.rl.inputs import UNWHITENED, Inputs, Totals, cut, token_mean
+from upweight.training.rl.inputs import UNWHITENED, Inputs, Totals, token_mean
 from upweight.training.rl.policy_gradient import (
     RolloutTrainer,
     check_rollout,
@@ -105,14 +106,14 @@ class PPOTrainer(RolloutTrainer[PPOConfig]):
         batch = self._checked(rollout)
         count = rollout_of(batch).batch_size
         (inputs,), extra = self._prepared([batch])
-        mask = np.asarray(inputs.mask)
+        mask = on_host(inputs.mask)
         random = None if seed is None else np.random.default_rng(seed)
         size = min(minibatch_size or count, count)
         found = []
         for _ in range(epochs):
             order = np.arange(count) if random is None else random.permutation(count)
             parts = [order[i : i + size] for i in range(0, count, size)]
-            for piece in cut(inputs, mask, parts, self._everywhere()):
+            for piece in self._cut(inputs, mask, parts):
                 own = piece[1].trained
                 rows = len(np.unique(piece[1].row[own > 0]))
                 totals = Totals(np.float32((own > 0).sum()), np.float32(rows))

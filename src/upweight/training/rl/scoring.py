@@ -27,6 +27,7 @@ from upweight.training.rl.adapters import (
     valid_targets,
 )
 from upweight.training.rl.extraction import align_values
+from upweight.training.rl.sharing import Layout, takes_layout
 
 
 class Places(NamedTuple):
@@ -35,9 +36,17 @@ class Places(NamedTuple):
     index: Any  # int32 [N], row·A + action
     row: Any  # int32 [N]
     trained: Any  # float32 [N], 0 = padding or masked
+    layout: Layout | None = None  # where the rows' tokens are computed, if not in the rows themselves
 
     def pick(self, x_BA: jax.Array) -> jax.Array:
         return x_BA.reshape(-1)[self.index]
+
+
+class Wanted(NamedTuple):
+    """What else than log-probs is asked for."""
+
+    entropy: bool
+    hits: bool
 
 
 class ActionScores(NamedTuple):
@@ -47,6 +56,7 @@ class ActionScores(NamedTuple):
     entropy: jax.Array | None = None
     kl: jax.Array | None = None
     values: jax.Array | None = None
+    hits: jax.Array | None = None  # 1 where the token is the likeliest
 
 
 def all_places(mask_BA: jax.Array) -> Places:
@@ -74,26 +84,35 @@ def score_actions(
     entropy: bool = False,
     reference: Any = None,
     critic: Any = None,
+    hits: bool = False,
 ) -> ActionScores:
-    """Scores at `places`. `reference` is the adapter that an exact KL is taken to, `critic` the one that gives values."""
+    """Scores at `places`. `reference` is the adapter that an exact KL is taken to, `critic` the one that gives values.
+
+    `hits` are None from an adapter of others that has no distributions.
+    """
+    wanted = Wanted(entropy, hits)
     if not _is_ours(policy):
-        scores, values = _scores_of_methods(policy, batch, places, entropy, reference), None
+        scores, values = _scores_of_methods(policy, batch, places, wanted, reference), None
     elif _has_head(policy) and not _needs_output(critic, policy):
-        scores, values = _scores_of_hidden(policy, batch, places, entropy, reference, critic)
+        scores, values = _scores_of_hidden(policy, batch, places, wanted, reference, critic)
     else:
-        scores, values = _scores_of_logits(policy, batch, places, entropy, reference, critic)
+        scores, values = _scores_of_logits(policy, batch, places, wanted, reference, critic)
     if critic is not None and values is None:
-        values = critic.action_values(batch)
-    at_places = None if values is None else places.pick(values)
+        values = places.pick(critic.action_values(batch))
     return ActionScores(
         masked(scores.logprob, places.trained),
-        *(None if x is None else masked(x, places.trained) for x in (scores.entropy, scores.kl, at_places)),
+        *(None if x is None else masked(x, places.trained) for x in (scores.entropy, scores.kl, values, scores.hit)),
     )
 
 
 def needs_all_places(policy: Any, critic: Any = None) -> bool:
     """Whether scores at few places cost as much as at all, because the whole logits are computed anyway."""
     return not (_is_ours(policy) and _has_head(policy)) or _needs_output(critic, policy)
+
+
+def can_share(policy: Any, critic: Any = None) -> bool:
+    """Whether what rows have in common can be computed once."""
+    return not needs_all_places(policy, critic) and takes_layout(policy.model)
 
 
 def _needs_output(critic: Any, policy: SequencePolicyAdapter) -> bool:
@@ -127,28 +146,32 @@ def _is_our_critic(critic: Any, policy: SequencePolicyAdapter) -> bool:
 
 
 def _scores_of_hidden(
-    policy: SequencePolicyAdapter, batch: Batch, places: Places, entropy: bool, reference: Any, critic: Any
+    policy: SequencePolicyAdapter, batch: Batch, places: Places, wanted: Wanted, reference: Any, critic: Any
 ) -> tuple[Scores, jax.Array | None]:
-    whole = policy.hidden(batch)
-    hidden = _at_places(whole, places)
+    whole = policy.hidden(batch, places.layout)
+    hidden = _hidden_at(whole, places)
     target, temperature = _targets(batch, places, policy._vocabulary.size)
     heads = None
     if reference is not None and _is_ours(reference) and _has_head(reference):
-        other = jax.lax.stop_gradient(_at_places(reference.hidden(batch), places))
+        layout = places.layout if takes_layout(reference.model) else None
+        other = jax.lax.stop_gradient(_hidden_at(reference.hidden(batch, layout), places._replace(layout=layout)))
         heads = (reference.model.head, other)
     elif reference is not None:
         logp = jax.lax.stop_gradient(_at_places(_distributions(reference, batch), places, shifted=False))
         heads = (lambda x: x, logp * temperature[:, None])  # divided by the temperature again
-    scores = hidden_scores(policy.model.head, hidden, target, temperature, entropy=entropy, reference=heads)
+    scores = hidden_scores(policy.model.head, hidden, target, temperature, reference=heads, **wanted._asdict())
     values = None
     if critic is not None and _is_our_critic(critic, policy):
-        rows, length = batch.sequences.shape
-        values = align_values(policy.model.value_head(whole), (rows, length))
+        if places.layout is None:
+            rows, length = batch.sequences.shape
+            values = places.pick(align_values(policy.model.value_head(whole), (rows, length)))
+        else:
+            values = policy.model.value_head(hidden).reshape(-1).astype(jnp.float32)
     return scores, values
 
 
 def _scores_of_logits(
-    policy: SequencePolicyAdapter, batch: Batch, places: Places, entropy: bool, reference: Any, critic: Any
+    policy: SequencePolicyAdapter, batch: Batch, places: Places, wanted: Wanted, reference: Any, critic: Any
 ) -> tuple[Scores, jax.Array | None]:
     shape = tuple(batch.sequences.shape)
     shared = critic is not None and _is_our_critic(critic, policy)
@@ -168,19 +191,23 @@ def _scores_of_logits(
         )
         others = jax.lax.stop_gradient(others)
     own = _at_places(logits, places)
-    return logit_scores(own, target, temperature, entropy=entropy, reference_NV=others), values
+    at_places = None if values is None else places.pick(values)
+    return logit_scores(own, target, temperature, reference_NV=others, **wanted._asdict()), at_places
 
 
-def _scores_of_methods(policy: Any, batch: Batch, places: Places, entropy: bool, reference: Any) -> Scores:
+def _scores_of_methods(policy: Any, batch: Batch, places: Places, wanted: Wanted, reference: Any) -> Scores:
     log_probs = places.pick(jnp.asarray(policy.action_log_probs(batch), jnp.float32))
-    if not entropy and reference is None:
+    hits = wanted.hits and callable(getattr(policy, "log_prob_distributions", None))
+    if not wanted.entropy and reference is None and not hits:
         return Scores(log_probs)
     logp = _at_places(_distributions(policy, batch), places, shifted=False)
     kl = None
     if reference is not None:
         other = _at_places(_distributions(reference, batch), places, shifted=False)
         kl = kl_divergences(logp, jax.lax.stop_gradient(other))
-    return Scores(log_probs, entropies(logp) if entropy else None, kl)
+    likeliest = jnp.argmax(logp, axis=-1) == places.pick(batch.sequences[:, 1:]) if hits else None
+    hit = None if likeliest is None else likeliest.astype(jnp.float32)
+    return Scores(log_probs, entropies(logp) if wanted.entropy else None, kl, hit)
 
 
 def _distributions(adapter: Any, batch: Batch) -> jax.Array:
@@ -202,6 +229,14 @@ def _at_places(x_BSX: jax.Array, places: Places, *, shifted: bool = True) -> jax
     everything = isinstance(places.index, np.ndarray) and len(places.index) == flat.shape[0]
     chosen = flat if everything and (places.index == np.arange(flat.shape[0])).all() else flat[places.index]
     return jnp.where(places.trained[:, None] > 0, chosen, 0)
+
+
+def _hidden_at(hidden: jax.Array, places: Places) -> jax.Array:
+    """[N,H] of the tokens that predict the actions at the places."""
+    if places.layout is None:
+        return _at_places(hidden, places)
+    at = places.layout.query[places.index]
+    return jnp.where(places.trained[:, None] > 0, hidden.reshape(-1, hidden.shape[-1])[at], 0)
 
 
 def _targets(batch: Batch, places: Places, size: int) -> tuple[jax.Array, jax.Array]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -11,37 +12,46 @@ from flax import nnx
 from upweight.errors import TrainingError
 
 
-def snapshot(module: nnx.Pytree) -> dict[str, Any]:
-    """Path → copy of the array, for every variable. Keys of random streams are kept as their data."""
+def snapshot(module: nnx.Pytree, *, copy: bool = True) -> dict[str, Any]:
+    """Path → copy of the array, or the array itself, for every variable. Keys of random streams are kept as their data."""
     return {
-        jax.tree_util.keystr(path): _plain(leaf)
+        jax.tree_util.keystr(path): _plain(leaf, copy)
         for path, leaf in jax.tree_util.tree_leaves_with_path(nnx.state(module))
     }
 
 
 def restore(module: nnx.Pytree, saved: dict[str, Any]) -> None:
     """Puts a copy of a snapshot back; `TrainingError` naming the first array that does not fit, then nothing is changed."""
+    check_fits(module, saved)
     paths, form = jax.tree_util.tree_flatten_with_path(nnx.state(module))
-    names = [jax.tree_util.keystr(path) for path, _ in paths]
-    for name in sorted(set(names) ^ saved.keys()):
+    leaves = [_like(leaf, saved[jax.tree_util.keystr(path)]) for path, leaf in paths]
+    nnx.update(module, jax.tree.unflatten(form, leaves))
+
+
+def check_fits(module: nnx.Pytree, saved: Mapping[str, Any]) -> None:
+    """`TrainingError` when the module has not exactly the arrays of a snapshot, or of what is known of their shapes."""
+    leaves = jax.tree_util.tree_leaves_with_path(nnx.state(module))
+    shapes = {jax.tree_util.keystr(path): _shape(leaf) for path, leaf in leaves}
+    for name in sorted(set(shapes) ^ saved.keys()):
         here = "has no place" if name in saved else "is missing"
         raise TrainingError(
             f"{type(module).__name__} state{name} {here}: build the trainer with the model it was saved from"
         )
-    leaves = []
-    for name, (_, leaf) in zip(names, paths, strict=True):
-        new = saved[name]
-        if jnp.shape(new) != jnp.shape(_plain(leaf)):
-            raise TrainingError(
-                f"{type(module).__name__} state{name} has shape {jnp.shape(new)}, the trainer needs {jnp.shape(leaf)}"
-            )
-        leaves.append(_like(leaf, new))
-    nnx.update(module, jax.tree.unflatten(form, leaves))
+    for name, shape in shapes.items():
+        given = tuple(saved[name].shape)
+        if given != shape:
+            raise TrainingError(f"{type(module).__name__} state{name} has shape {given}, the trainer needs {shape}")
 
 
-def _plain(leaf: Any) -> jax.Array:
+def _shape(leaf: Any) -> tuple[int, ...]:
     is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    return jnp.array(jax.random.key_data(leaf) if is_key else leaf, copy=True)
+    return tuple(jax.eval_shape(jax.random.key_data, leaf).shape if is_key else leaf.shape)
+
+
+def _plain(leaf: Any, copy: bool) -> jax.Array:
+    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    plain = jax.random.key_data(leaf) if is_key else leaf
+    return jnp.array(plain, copy=True) if copy else jnp.asarray(plain)
 
 
 def _like(leaf: Any, new: Any) -> jax.Array:

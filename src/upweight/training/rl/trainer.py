@@ -24,10 +24,11 @@ from flax import nnx
 
 from upweight.errors import BatchError, ConfigError
 from upweight.training.rl.binding import module_of, rebind
-from upweight.training.rl.compiled import CompiledStep, Frozen, Metrics
+from upweight.training.rl.compiled import CompiledStep, Frozen, Lies, Metrics
+from upweight.training.rl.devices import Placement, on_host, put_module
 from upweight.training.rl.inputs import Inputs, Totals, cut, split_evenly, whitened
 from upweight.training.rl.padding import Shapes
-from upweight.training.rl.scoring import Places, all_places, needs_all_places
+from upweight.training.rl.scoring import Places, all_places, can_share, needs_all_places
 from upweight.training.rl.state import restore, snapshot
 from upweight.training.rl.update import clipped_update
 
@@ -36,7 +37,7 @@ Result = tuple[jax.Array, Metrics]
 
 
 class SequenceTrainer(ABC, Generic[Config]):
-    """Base of the four trainers; `create_loss_fn`, `compute_loss`, `train_step`, `eval_step` and state are here."""
+    """Base of the trainers; `create_loss_fn`, `compute_loss`, `train_step`, `eval_step` and state are here."""
 
     def __init__(
         self, model: nnx.Module, optimizer: Any, config: Config, adapters: dict[str, Any], reference: Any
@@ -49,11 +50,11 @@ class SequenceTrainer(ABC, Generic[Config]):
         self._adapters = adapters
         for adapter in adapters.values():
             rebind(adapter, model, model)
+        self.share_prompts = True  # compute once what rows have in common, where the model allows it
         self._shapes = Shapes()
         self._warned: set[str] = set()
-        self._step = CompiledStep(
-            self._prepare, self._loss, getattr(optimizer, "wrt", nnx.Param), getattr(config, "max_grad_norm", None)
-        )
+        self._placement: Placement | None = None
+        self._step = self._compiled(Lies())
         self._loss_fn = self._make_loss_fn()
 
     # What a trainer of one algorithm says.
@@ -75,6 +76,22 @@ class SequenceTrainer(ABC, Generic[Config]):
         """The part of the whole batch's loss that these rows are, and its metrics."""
 
     # What they share.
+
+    def place(self, placement: Placement) -> None:
+        """Moves model, optimizer and reference to the devices of a mesh, in place; steps are taken there from now on.
+
+        Batches come as before, the same ones in every process. Their number of rows is filled up to a multiple of the devices
+        that rows are split over.
+        """
+        of_model = placement.model_shardings(self.model)
+        of_optimizer = placement.optimizer_shardings(self.optimizer, of_model, self.model)
+        put_module(self.model, of_model)
+        put_module(self.optimizer, of_optimizer)
+        reference = None if self._reference is None else module_of(self._reference)
+        if reference is not None:
+            put_module(reference, placement.model_shardings(reference))
+        self._placement, self._shapes.row_parts = placement, placement.row_parts
+        self._step = self._compiled(Lies(of_model, of_optimizer))
 
     def create_loss_fn(self) -> Callable[[Any, Any], Result]:
         """`loss_fn(model, batch) -> (loss, metrics)`, for `nnx.value_and_grad`, `nnx.jit` and the like.
@@ -111,10 +128,12 @@ class SequenceTrainer(ABC, Generic[Config]):
 
     def state_dict(self) -> dict[str, Any]:
         """Copies of what an exact resume needs: model, optimizer, step, config, and the shape that is not padded."""
-        state = {"model": snapshot(self.model), "optimizer": snapshot(self.optimizer)}
+        return {"model": snapshot(self.model), "optimizer": snapshot(self.optimizer), **self.state_beside_arrays()}
+
+    def state_beside_arrays(self) -> dict[str, Any]:
+        """The part of `state_dict` that is plain numbers and text."""
         step = getattr(self.optimizer, "step", None)
         return {
-            **state,
             "step": 0 if step is None else int(step[...]),
             "config": asdict(self.config),  # type: ignore[call-overload]
             "first_shape": self._shapes.first,
@@ -163,20 +182,30 @@ class SequenceTrainer(ABC, Generic[Config]):
         totals = Totals(np.float32(0), np.float32(0))
         several, extra = self._prepared(batches)
         for inputs in several:
-            mask = np.asarray(inputs.mask)
+            mask = on_host(inputs.mask)
             totals += Totals.of(mask, np)
-            pieces += cut(inputs, mask, split_evenly(mask.shape[0], num_microbatches), self._everywhere())
+            pieces += self._cut(inputs, mask, split_evenly(mask.shape[0], num_microbatches, self._shapes.row_parts))
         return pieces, totals, extra
 
     def _prepared(self, batches: list[Any]) -> tuple[list[Inputs], Metrics]:
         """Inputs of checked batches, and the metrics that follow from the batches alone."""
         frozen = self._frozen()
-        found = [self._step.prepare(self.model, frozen, self._padded(batch)) for batch in batches]
+        padded = [self._padded(batch) for batch in batches]
+        if self._placement is not None:
+            padded = [self._placement.put_rows(batch) for batch in padded]
+        found = [self._step.prepare(self.model, frozen, batch) for batch in padded]
         several = self._step.whitened([inputs for inputs, _ in found])
         return several, _joined([extra for _, extra in found])
 
-    def _everywhere(self) -> bool:
-        return needs_all_places(self._adapters["policy"], self._adapters.get("value"))
+    def _cut(self, inputs: Inputs, mask: np.ndarray, parts: list[np.ndarray]) -> list[tuple[Inputs, Places]]:
+        """One piece of the inputs for each list of rows; `mask` is theirs, on the host."""
+        policy, critic = self._adapters["policy"], self._adapters.get("value")
+        share = self.share_prompts and can_share(policy, critic)
+        return cut(inputs, mask, parts, needs_all_places(policy, critic), share, self._placement)
+
+    def _compiled(self, lies: Lies) -> CompiledStep:
+        wrt, norm = getattr(self.optimizer, "wrt", nnx.Param), getattr(self.config, "max_grad_norm", None)
+        return CompiledStep(self._prepare, self._loss, wrt, norm, lies)
 
     def _frozen(self) -> Frozen:
         return Frozen.of(None if self._reference is None else module_of(self._reference))
