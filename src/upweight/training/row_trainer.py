@@ -111,11 +111,6 @@ class RowTrainer(PolicyTrainer):
         skipped = metrics["update_skipped"] == 1.0
         return StepReport(version=self.version, skipped=skipped, metrics=metrics, fates=fates)
 
-    @property
-    def _base(self) -> Params | None:
-        """What an adapter belongs to."""
-        return self._start if self.settings.lora else None
-
     @abstractmethod
     def _row_pieces(self, chosen: list[int]) -> Iterator[tuple[PackedBatch, Any]]:
         """Micro-batches of the rows, each with what its gradient takes besides."""
