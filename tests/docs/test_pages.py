@@ -7,7 +7,7 @@ import json
 import re
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import typer
@@ -18,8 +18,9 @@ from tests.docs.pages import PAGES, ROOT, CommandLine, bare, blocks, command_lin
 from upweight.cli.main import app
 from upweight.rollout import RolloutConfig
 from upweight.server.file_methods import Dpo, Supervised
-from upweight.server.methods import OFFERED, Lora, Reinforcement
+from upweight.server.methods import OFFERED, Critic, Lora, Reinforcement, parse_method
 from upweight.server.settings import Settings
+from upweight.server.store import versions
 
 README = ROOT / "README.md"
 
@@ -110,6 +111,19 @@ def test_the_method_table_is_the_model() -> None:
     assert told == defaults(Reinforcement)
     assert list(told) == list(Reinforcement.model_fields)
     assert json.dumps(Lora().model_dump()).replace("32.0", "32") in prose(ROOT / "docs" / "jobs.md")
+    assert json.dumps(Critic().model_dump()) in prose(ROOT / "docs" / "jobs.md")
+
+
+def test_the_tables_of_algorithms_corrections_and_fates_are_complete() -> None:
+    page = ROOT / "docs" / "jobs.md"
+    fields = Reinforcement.model_fields
+    assert {bare(row[0]) for row in table(page, "algorithm")} == set(get_args(fields["algorithm"].annotation))
+    assert {bare(row[0]) for row in table(page, "correction")} == set(get_args(fields["correction"].annotation))
+    assert [bare(row[0]) for row in table(page, "fate")] == [*versions.FATES, "not_yet_trained"]
+    for row in table(page, "algorithm"):
+        for advantage in re.findall(r"`(\w+)`", row[1]):
+            method = {"batch_size": 2, "algorithm": bare(row[0]), "advantage": advantage}
+            assert parse_method({"type": "reinforcement", "reinforcement": method}).advantage == advantage
 
 
 def test_the_tables_of_file_jobs_are_their_models() -> None:

@@ -6,7 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -16,7 +16,9 @@ import pytest
 from safetensors import safe_open
 
 from tests.e2e.conftest import BATCH, Site
+from tests.models.golden import load_golden
 from upweight.demo.server_process import ServerProcess
+from upweight.weights.loading import save_model
 
 FATES = ("trained", "zero_advantage", "masked", "stale", "refused")
 
@@ -87,8 +89,8 @@ def start(site: Site) -> Iterator[Start]:
     key, jobs = {"Authorization": f"Bearer {site.server.key}"}, []
     with httpx.Client(base_url=site.server.url, headers=key, timeout=60) as http:
 
-        def begin(**reinforcement: Any) -> Job:
-            jobs.append(site.create(**reinforcement))
+        def begin(*, model: str = site.model, **reinforcement: Any) -> Job:
+            jobs.append(replace(site, model=model).create(**reinforcement))
             return Job(site, jobs[-1], http)
 
         yield begin
@@ -188,3 +190,20 @@ def test_each_other_option_trains_a_batch(start: Start, options: dict[str, Any])
     else:
         assert end["ledger"]["trained"] == BATCH
         assert end["versions"][1]["fingerprint"] != end["versions"][0]["fingerprint"]
+
+
+@pytest.mark.soak
+def test_ppo_raises_the_reward_of_a_job(start: Start, tmp_path: Path) -> None:
+    """Share of even token ids of a model with 257 of them, over 10 batches of 16 on-policy samples."""
+    small = load_golden("llama-gqa-tied")
+    save_model(tmp_path / "small", small.config, small.raw_config, small.params, small.tokenizer)
+    options = {"algorithm": "ppo", "learning_rate": 1e-2, "critic": {"learning_rate": 1e-2}, "epochs": 2}
+    job = start(**options, model=str(tmp_path / "small"), batch_size=16, num_batches=10)
+    rewards = []
+    for index in range(10):
+        job.await_version(index)
+        samples = job.ask(16, prompt=[2, 2, 9, 0, 30], ignore_eos=True)
+        rewards.append(fmean(sample["normalized_reward"] for sample in samples))
+        job.upload(index, samples)
+    assert rewards[0] < 0.75, rewards
+    assert fmean(rewards[-3:]) > 0.95, rewards

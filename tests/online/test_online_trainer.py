@@ -96,6 +96,9 @@ def test_replayed_rollouts_are_trained_as_what_they_are(small: LoadedModel) -> N
 def test_groups_of_one_are_refused_where_they_are_compared(small: LoadedModel) -> None:
     with pytest.raises(ConfigError, match=r"group_size is 1, but grpo compares .*: use a group_size of at least 2"):
         make(small, GROUPED, group_size=1)
+    baseline = PolicySettings.from_method({"algorithm": "reinforce_pp_baseline", "advantage": "reward"})
+    with pytest.raises(ConfigError, match="group_size is 1, but reinforce_pp_baseline compares"):
+        make(small, baseline, group_size=1)
     given = make(small, PolicySettings(learning_rate=0.01), group_size=1)
     assert given.train(BATCH).metrics["samples_trained"] > 0
     given.scheduler.stop()
@@ -133,6 +136,9 @@ def test_rows_of_a_train_batch() -> None:
     assert batch.reward.tolist() == [0, 1, 0.5]
     assert batch.group.tolist() == [0, 0, 1]
     assert batch.versions.tolist() == [-1] * 12
+    assert batch.truncated.tolist() == [0, 0, 0]
+    reasons = [["length", "stop"], ["length", "error"]]
+    assert train_batch(result(finish_reasons=reasons)).truncated.tolist() == [1, 0, 1]
     two = train_batch(result(weights_version=jnp.array([[3, 3], [4, -1]])), result())
     assert two.group.tolist() == [0, 0, 1, 2, 2, 3]
     assert two.versions[:12].tolist() == [-1, -1, 3, 3, -1, -1, 3, -1, -1, -1, 4, 4]

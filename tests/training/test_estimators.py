@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -15,11 +16,13 @@ import numpy as np
 import pytest
 from batch_makers import PADDED, make_batch, standard_samples
 
+from tests.training.rl.test_mutations import mutated
 from upweight.models.config import DecoderConfig
 from upweight.models.decoder import Decoder
 from upweight.models.layers import Params
 from upweight.models.lora import merge
 from upweight.ops.samples import TrainBatch
+from upweight.training import critic, policy_step, policy_trainer, token_advantages
 from upweight.training.policy_step import Trained
 from upweight.training.policy_trainer import PolicyTrainer
 from upweight.training.settings import PolicySettings
@@ -175,12 +178,14 @@ class Reference:
             out[self.sample, self.place - 1, v] = np.where(kept, slope / 2e-5, 0.0) / kept.sum()
         return out
 
+    def values(self, head: Params, hidden: np.ndarray) -> np.ndarray:
+        return hidden @ np.asarray(head["w"], np.float64) + float(head["b"])
+
     def check(self, trainer: PolicyTrainer, updates: list[Update]) -> None:
         """The gradients and losses of the updates, the first of which begins at the policy before the batch."""
         before, (start, _) = updates[0].trained, self.logits(self.start)
         old, hidden = self.logits(self.params(before.policy))
-        critic = before.critic
-        values = None if critic is None else hidden @ np.asarray(critic["w"], np.float64) + float(critic["b"])
+        values = None if before.critic is None else self.values(before.critic, hidden)
         advantage, returns = self.advantages(old, start, values)
         kept = self.kept(old)
         for update in updates:
@@ -191,9 +196,8 @@ class Reference:
             pull = _pulled_back(self.config, None if lora is None else lora.scale)
             want = pull(update.trained.policy, self.start, self.rows, slopes)
             assert gap(update.grads.policy, want) < 1e-4
-            if critic is not None:
-                head = update.trained.critic
-                error = hidden @ np.asarray(head["w"], np.float64) + float(head["b"]) - returns
+            if update.trained.critic is not None:
+                error = self.values(update.trained.critic, hidden) - returns
                 np.testing.assert_allclose(
                     update.grads.critic["w"], 2 * (error[kept, None] * hidden[kept]).mean(0), rtol=1e-3, atol=1e-4
                 )
@@ -254,6 +258,10 @@ def updates_of(
 def test_gradients_are_those_of_the_formulas(
     config: DecoderConfig, params: Params, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
+    check_case(config, params, monkeypatch, name)
+
+
+def check_case(config: DecoderConfig, params: Params, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     method = {"correction": "truncated", **CASES[name]}
     trainer = trainer_of(config, params, method)
     start = trainer.state()
@@ -276,3 +284,37 @@ def test_gradients_are_those_of_the_formulas(
         assert (
             gap(again[1].grads, updates[1].grads) < 2e-2
         )  # Adam enlarges rounding where a gradient is next to nothing
+
+
+MUTATIONS: list[tuple[ModuleType, str, str, str]] = [
+    (policy_step, "per_token * jnp.minimum(off, settings.is_cap)", "per_token * off", "reinforce_pp_baseline"),
+    (policy_step, "per_token = per_token * off\n", "per_token = per_token * jnp.minimum(off, 2.0)\n", "reinforce"),
+    (policy_step, 'behaviour if settings.correction == "none" else old', "old", "ppo"),
+    (policy_step, "per_token + settings.beta * kl", "per_token - settings.beta * kl", "exact KL"),
+    (policy_step, "jnp.sum(squared_error(*kept))", "0.5 * jnp.sum(squared_error(*kept))", "ppo"),
+    (token_advantages, "rewards - settings.beta * kl", "rewards + settings.beta * kl", "reinforce"),
+    (token_advantages, "masked_normalize(found, inside)", "masked_normalize(found, steps.mask)", "reinforce_pp"),
+    (token_advantages, "found + masked(values, steps.mask)", "found", "ppo"),
+    (token_advantages, "critic.gamma, critic.gae_lambda", "critic.gae_lambda, critic.gamma", "ppo"),
+    (token_advantages, "[batch.reward, batch.peer_reward]", "[batch.reward, 0 * batch.peer_reward]", "exact KL"),
+    (policy_trainer, "np.abs(shift) > np.log(cap)", "shift > np.log(cap)", "reinforce_pp"),
+    (critic, 'hidden @ critic["w"] + critic["b"]', 'hidden @ critic["w"] - critic["b"]', "ppo"),
+    (critic, "jax.lax.stop_gradient(hidden_NH)", "hidden_NH", "ppo"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("module", "old", "new", "case"),
+    [pytest.param(*m, id=str(i), marks=pytest.mark.soak if i % 6 else pytest.mark.ci) for i, m in enumerate(MUTATIONS)],
+)
+def test_altered_formulas_are_noticed(
+    config: DecoderConfig,
+    params: Params,
+    monkeypatch: pytest.MonkeyPatch,
+    module: ModuleType,
+    old: str,
+    new: str,
+    case: str,
+) -> None:
+    with mutated(module, old, new), pytest.raises(AssertionError):
+        check_case(config, params, monkeypatch, case)

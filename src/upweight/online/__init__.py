@@ -7,6 +7,7 @@ from upweight.online.load_check import LoadCheck, check_loaded
 from upweight.online.rewards import BaseRewardModel
 from upweight.online.runner import RolloutRunner
 from upweight.online.trainer import OnlineStep, OnlineTrainer
+from upweight.online.typed_batches import rollout_batch
 
 __all__ = [
     "BaseRewardModel",
@@ -21,5 +22,6 @@ __all__ = [
     "SamplingTransform",
     "check_loaded",
     "preference_pairs",
+    "rollout_batch",
     "train_batch",
 ]

@@ -27,7 +27,7 @@ def train_batch(*results: RolloutResult) -> TrainBatch:
     `ConfigError` when the transforms of the results differ, when a trainer cannot repeat theirs (filters, penalties, greedy),
     or when `logprobs_old` are not of the transform that a result names. `TrainingError` when no response is valid.
     """
-    transform = _one_transform(results)
+    transform = one_transform(results)
     rows = [row for number, result in enumerate(results) for row in _rows(result, number, transform)]
     if not rows:
         raise TrainingError("no response of the rollout is valid: there is nothing to train on")
@@ -55,6 +55,7 @@ def train_batch(*results: RolloutResult) -> TrainBatch:
         versions=per_token([row.versions for row in rows], -1, np.int32),
         filtered=np.zeros(len(mask), np.uint8),
         matched=np.ones(len(rows), np.uint8),
+        truncated=np.array([row.truncated for row in rows], np.uint8),
     )
 
 
@@ -115,6 +116,7 @@ class _Row:
     raw_logprobs: np.ndarray
     versions: np.ndarray
     reward: float
+    truncated: bool  # by its length limit
 
 
 def _reward(row: _Row) -> float:
@@ -128,7 +130,7 @@ def _rows(result: RolloutResult, number: int, transform: SamplingTransform) -> l
     responses, mask = np.asarray(result.responses), np.asarray(result.response_mask, bool)
     old, rewards = np.asarray(result.logprobs_old, np.float32), np.asarray(result.rewards, np.float32)
     raw = np.full(old.shape, np.nan, np.float32) if result.logprobs_raw is None else np.asarray(result.logprobs_raw)
-    _check_logprobs(old, raw, mask, transform)
+    check_logprobs(old, raw, mask, transform)
     valid = mask.any(-1) if result.valid is None else np.asarray(result.valid, bool) & mask.any(-1)
     versions = _versions(result)
     return [
@@ -141,6 +143,7 @@ def _rows(result: RolloutResult, number: int, transform: SamplingTransform) -> l
             raw_logprobs=raw[b, g][mask[b, g]],
             versions=versions[b, g][mask[b, g]],
             reward=float(rewards[b, g]),
+            truncated=bool(result.finish_reasons) and result.finish_reasons[b][g] == "length",
         )
         for b, g in np.argwhere(valid).tolist()
     ]
@@ -155,8 +158,8 @@ def _versions(result: RolloutResult) -> np.ndarray:
     return np.broadcast_to(np.asarray(result.weights_version, np.int32)[:, :, None], result.responses.shape)
 
 
-def _one_transform(results: Sequence[RolloutResult]) -> SamplingTransform:
-    """A result that names none is taken as drawn from the model's own distribution."""
+def one_transform(results: Sequence[RolloutResult]) -> SamplingTransform:
+    """The transform of all results; `ConfigError` when they differ or a trainer cannot repeat it. A result that names none is taken as drawn from the model's own distribution."""
     found = list(dict.fromkeys(result.transform or SamplingTransform() for result in results))
     if not found:
         raise TrainingError("no rollout was given")
@@ -166,7 +169,8 @@ def _one_transform(results: Sequence[RolloutResult]) -> SamplingTransform:
     return found[0]
 
 
-def _check_logprobs(old: np.ndarray, raw: np.ndarray, mask: np.ndarray, transform: SamplingTransform) -> None:
+def check_logprobs(old: np.ndarray, raw: np.ndarray, mask: np.ndarray, transform: SamplingTransform) -> None:
+    """`ConfigError` when `old` is not of the distribution that the transform names."""
     gap = np.where(mask & np.isfinite(raw), np.abs(old - raw), 0.0)
     if transform == SamplingTransform() and gap.max(initial=0.0) > SAME_LOGPROB:
         raise ConfigError(

@@ -46,7 +46,7 @@ class OnlineTrainer:
         generator = runner.generator
         check_transform(generator.transform)
         settings = trainer.settings
-        if settings.advantage == "group" and generator.group_size == 1:
+        if settings.compares_groups and generator.group_size == 1:
             raise ConfigError(
                 f"group_size is 1, but {settings.algorithm} compares the responses of a prompt with each other: "
                 "use a group_size of at least 2, or advantage 'given'"

@@ -165,6 +165,11 @@ class PolicySettings:
             raise ConfigError(f"is_cap {self.is_cap!r} leaves out every token with correction 'masked'; use 1 or more")
 
     @property
+    def compares_groups(self) -> bool:
+        """Whether a sample's advantage depends on the others of its group."""
+        return self.advantage != "given" and self.preset.advantage not in FROM_REWARD
+
+    @property
     def kl_in_loss(self) -> bool:
         return self.beta > 0 and not self.preset.kl_in_reward
 

@@ -43,7 +43,7 @@ class TokenAdvantages(NamedTuple):
 
 def sample_advantages(settings: PolicySettings, batch: TrainBatch) -> np.ndarray:
     """Float32 [n]: rewards as they are, or compared within their groups."""
-    if settings.advantage == "given" or settings.preset.advantage in FROM_REWARD:
+    if not settings.compares_groups:
         return batch.reward.astype(np.float32)
     rewards = np.concatenate([batch.reward, batch.peer_reward])
     groups = np.concatenate([batch.group, batch.peer_group])
