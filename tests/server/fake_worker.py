@@ -57,6 +57,9 @@ class Weights:
     def __init__(self) -> None:
         self.version = 0
         self.fingerprint = hashlib.sha256(SPEC["model"].encode()).hexdigest()
+        exported = Path(SPEC["model"]) / "model.safetensors"
+        if exported.exists():
+            self.fingerprint = exported.read_text()
         if SPEC["checkpoint"]:
             saved = json.loads((Path(SPEC["checkpoint"]) / "state.json").read_text())
             self.version, self.fingerprint = saved["version"], saved["fingerprint"]
@@ -141,6 +144,7 @@ class Handler(BaseHTTPRequestHandler):
             path = Path(json.loads(body)["path"])
             path.mkdir(parents=True, exist_ok=True)
             (path / "config.json").write_text("{}")
+            (path / "model.safetensors").write_text(WEIGHTS.fingerprint)
             self.answer({"path": str(path)})
         elif url.path == "/render":
             self.answer({"token_ids": [1, 2, 3], "text": "abc"})

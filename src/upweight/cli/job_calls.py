@@ -10,6 +10,7 @@ from upweight.errors import ConfigError
 if TYPE_CHECKING:
     from upweight.api_client import TokenFactory
 
+PROMOTE_SECONDS = 900.0  # a process loads the model and writes it
 PAGE = 100  # what the server gives at most at once
 
 
@@ -35,6 +36,24 @@ def get_job(client: TokenFactory, job_id: str) -> dict[str, Any]:
 
 def order_job(client: TokenFactory, job_id: str, order: Literal["cancel", "pause", "resume"]) -> dict[str, Any]:
     answer: dict[str, Any] = client.post(f"{client.v1.fine_tuning.jobs.endpoint(job_id=_named(job_id))}/{order}").json()
+    return answer
+
+
+def list_checkpoints(client: TokenFactory, job_id: str) -> list[dict[str, Any]]:
+    url = f"{client.v1.fine_tuning.jobs.endpoint(job_id=_named(job_id))}/checkpoints"
+    answer: dict[str, Any] = client.get(url, params={"limit": PAGE}).json()
+    found: list[dict[str, Any]] = answer["data"]
+    return found
+
+
+def promote_checkpoint(client: TokenFactory, checkpoint: str, name: str | None) -> dict[str, Any]:
+    job_id = checkpoint.strip().removeprefix("ftckpt-").rpartition("-")[0]
+    if not job_id:
+        raise ConfigError(f"checkpoint {checkpoint!r}: an id that upweight jobs checkpoints shows is needed")
+    url = f"{client.v1.fine_tuning.jobs.endpoint(job_id=job_id)}/checkpoints/{checkpoint.strip()}/promote"
+    answer: dict[str, Any] = client.post(
+        url, json={} if name is None else {"name": name}, timeout=PROMOTE_SECONDS
+    ).json()
     return answer
 
 

@@ -194,6 +194,56 @@ def resume(job_id: JobId, url: Url = None, key: Key = None, as_json: Json = Fals
     _order(job_id, "resume", url, key, as_json)
 
 
+@app.command()
+def checkpoints(job_id: JobId, url: Url = None, key: Key = None, as_json: Json = False) -> None:
+    """Checkpoints of a job, newest first."""
+    from upweight.cli.columns import age, number, table
+    from upweight.cli.connection import session
+    from upweight.cli.job_calls import list_checkpoints
+    from upweight.cli.screen import print_json, print_lines
+
+    with session(url, key) as (client, _):
+        found = list_checkpoints(client, job_id)
+    if as_json:
+        print_json(found)
+        return
+    rows = [
+        (
+            one["id"],
+            str(one["step_number"]),
+            number(one["metrics"].get("train_loss"), ".4g"),
+            age(time.time() - one["created_at"]),
+        )
+        for one in found
+    ]
+    print_lines(table(("CHECKPOINT", "VERSION", "LOSS", "AGE"), rows, right=("VERSION", "LOSS", "AGE")))
+
+
+@app.command()
+def promote(
+    checkpoint: Annotated[
+        str, typer.Argument(metavar="CHECKPOINT", help="As `upweight jobs checkpoints ID` shows it.")
+    ],
+    name: Annotated[
+        str | None, typer.Option(help="What to call the model; else the job's suffix or id and the version.")
+    ] = None,
+    url: Url = None,
+    key: Key = None,
+    as_json: Json = False,
+) -> None:
+    """Make a model of a checkpoint: served by its name, and a start model of new jobs."""
+    from upweight.cli.connection import session
+    from upweight.cli.job_calls import promote_checkpoint
+    from upweight.cli.screen import print_json, print_lines
+
+    with session(url, key) as (client, _):
+        model = promote_checkpoint(client, checkpoint, name)
+    if as_json:
+        print_json(model)
+    else:
+        print_lines([f"{model['name']}  {model['id']}  {model['path']}"])
+
+
 def _order(job_id: str, order: Literal["pause", "resume"], url: str | None, key: str | None, as_json: bool) -> None:
     from upweight.cli.connection import session
     from upweight.cli.job_calls import order_job

@@ -20,7 +20,7 @@ from upweight.server.home import folder_bytes, write_atomically
 
 SECRET = 0o600
 FOLDERS = ("jobs", "files", "models")  # caches, logs and sockets are made anew
-PATHS = (("versions", "checkpoint"), ("jobs", "weights"), ("jobs", "model_path"))
+PATHS = (("models", "path"), ("versions", "checkpoint"), ("jobs", "weights"), ("jobs", "model_path"))
 
 
 @dataclass(frozen=True)

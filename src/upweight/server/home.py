@@ -30,6 +30,7 @@ class Home:
         self.store = root / "store.sqlite3"
         self.jobs = root / "jobs"
         self.files = root / "files"  # uploaded ones, each under its id
+        self.models = root / "models"  # promoted from checkpoints
         self.logs = root / "logs"
         self.cache = root / "cache"
         self.run = root / "run"  # sockets and specs of the workers that run now
@@ -37,7 +38,7 @@ class Home:
         self.server_file = root / "server.json"
         self._lock: int | None = None
         try:
-            for folder in (root, self.jobs, self.files, self.logs, self.cache, self.run):
+            for folder in (root, self.jobs, self.models, self.files, self.logs, self.cache, self.run):
                 folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             probe = root / f".probe-{os.getpid()}"
             probe.touch()

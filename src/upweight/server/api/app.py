@@ -10,6 +10,7 @@ from fastapi import FastAPI
 
 from upweight import __version__
 from upweight.server.api import (
+    checkpoint_routes,
     errors,
     file_routes,
     health,
@@ -52,7 +53,17 @@ def create_app(settings: Settings, *, resolve_model: ResolveModel | None = None)
         openapi_url=None,
     )
     errors.install(app)
-    for module in (page, health, file_routes, job_routes, rl_routes, sample_routes, inference, stats):
+    for module in (
+        page,
+        health,
+        file_routes,
+        job_routes,
+        checkpoint_routes,
+        rl_routes,
+        sample_routes,
+        inference,
+        stats,
+    ):
         app.include_router(module.router)
     return app
 

@@ -40,6 +40,7 @@ class Parts:
     resolve_model: ResolveModel
     projects: dict[str, tuple[str, float]] = field(default_factory=dict)  # hash of a key → its project, when read
     contacts: Contacts = field(default_factory=Contacts)
+    exporting: asyncio.Lock = field(default_factory=asyncio.Lock)  # each export is a process that holds a model
     parsing: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))
 
 

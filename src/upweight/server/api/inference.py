@@ -25,14 +25,14 @@ from starlette.types import Receive, Scope, Send
 from upweight.errors import StoreError
 from upweight.server.api.context import JobOf, Parts, PartsOf, ProjectOf, off_the_loop, parse_json, read_body
 from upweight.server.api.errors import RETRY_AFTER, both_forms, text_of
-from upweight.server.api.model_names import job_for_model
+from upweight.server.api.model_names import as_of_now, job_for_model
 from upweight.server.api.served import StreamReader, served_of
 from upweight.server.ascii_json import AsciiJSON
 from upweight.server.error_bodies import is_anthropic
 from upweight.server.reasons import reason_header
 from upweight.server.refusals import Refusal
 from upweight.server.store import completions
-from upweight.server.store.jobs import Job, get_job
+from upweight.server.store.jobs import Job
 
 PREFIX = "/v1alpha1/fine_tuning/jobs/{job_id}"
 MOST_ATTEMPTS = 5
@@ -164,7 +164,7 @@ async def _ask(
     """The worker's answer, read but for a stream. A worker that breaks off before is followed by the next one."""
     broken: Exception | None = None
     for _ in range(MOST_ATTEMPTS):
-        current = await parts.database.read(lambda c: get_job(c, job.id))
+        current = await parts.database.read(lambda c: as_of_now(c, job))
         worker = await _until_gone(request, parts.supervisor.serving(current))
         call = worker.client.build_request(
             method,

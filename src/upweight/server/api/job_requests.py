@@ -13,6 +13,7 @@ from upweight.server.file_methods import FILE_TYPES, FileMethod, parse_file_meth
 from upweight.server.home import model_bytes
 from upweight.server.methods import LARGEST, Reinforcement, parse_method
 from upweight.server.refusals import Refusal, invalid
+from upweight.server.store import models
 
 KNOWN_FIELDS = frozenset(
     {"model", "training_file", "validation_file", "from_checkpoint", "hyperparameters", "method", "integrations"}
@@ -43,7 +44,8 @@ def parse_request(request: dict[str, Any]) -> WantedJob:
         raise invalid(("body", "suffix"), f"suffix is longer than {LONGEST_SUFFIX} characters")
     if request.get("from_checkpoint") is not None:
         raise invalid(
-            ("body", "from_checkpoint"), "from_checkpoint is not offered by this server yet; name a folder as model"
+            ("body", "from_checkpoint"),
+            "from_checkpoint is not offered: promote the checkpoint and name the model that it becomes as `model`",
         )
     tags = request.get("tags")
     if tags is not None and not (isinstance(tags, list) and all(isinstance(tag, str) for tag in tags)):
@@ -104,8 +106,10 @@ def _warnings(request: dict[str, Any], method_type: str) -> list[str]:
     return unknown + unused
 
 
-async def resolve_model(parts: Parts, model: str) -> tuple[str, str]:
-    """Absolute path of the model and what to call it. Raises Refusal 422 when it is not on this machine."""
+async def resolve_model(parts: Parts, project: str, model: str) -> tuple[str, str]:
+    """Absolute path of the model and what to call it: one that was promoted here, or one on this machine. Raises Refusal 422."""
+    if (promoted := await parts.database.read(lambda c: models.find_model(c, project, model))) is not None:
+        return promoted.path, promoted.name
     try:
         source = await asyncio.to_thread(parts.resolve_model, model)
     except ModelError as error:

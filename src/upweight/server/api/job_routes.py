@@ -1,12 +1,12 @@
-"""`/v1/fine_tuning/jobs`: create, list, read, cancel, pause, resume; events and checkpoints. Lists are newest first, 20 unless asked otherwise."""
+"""`/v1/fine_tuning/jobs`: create, list, read, cancel, pause, resume; events. Lists are newest first, 20 unless asked otherwise."""
 
 from __future__ import annotations
 
 import asyncio
 import shutil
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Request
 
 from upweight.server.api import training_files
 from upweight.server.api.context import (
@@ -19,16 +19,14 @@ from upweight.server.api.context import (
     read_body,
     write_once,
 )
-from upweight.server.api.job_answers import checkpoint_answer, checkpoint_version, job_answer
+from upweight.server.api.job_answers import job_answer
 from upweight.server.api.job_requests import parse_request, refuse_without_room, resolve_model
+from upweight.server.api.paging import DEFAULT_LIMIT, Limit
 from upweight.server.file_methods import FileMethod
-from upweight.server.refusals import Refusal, not_found
-from upweight.server.store import jobs, versions
+from upweight.server.refusals import Refusal
+from upweight.server.store import jobs
 
 router = APIRouter(prefix="/v1/fine_tuning/jobs")
-
-Limit = Annotated[int, Query(ge=1, le=100)]
-DEFAULT_LIMIT = 20
 
 
 @router.post("")
@@ -37,7 +35,7 @@ async def create(request: Request, parts: PartsOf, project: ProjectOf) -> dict[s
     if (first := await answered_before(request, project, body)) is not None:
         return first
     wanted = parse_request(parse_json(body))
-    model_path, model_name = await resolve_model(parts, wanted.model)
+    model_path, model_name = await resolve_model(parts, project, wanted.model)
     file = None
     if isinstance(wanted.method, FileMethod):
         file = await training_files.take(parts, project, wanted.kept["training_file"], wanted.method, model_path)
@@ -120,29 +118,3 @@ async def resume(job: JobOf, parts: PartsOf) -> dict[str, Any]:
 async def events(job: JobOf, parts: PartsOf, limit: Limit = DEFAULT_LIMIT, after: str | None = None) -> dict[str, Any]:
     found, more = await parts.database.read(lambda c: jobs.list_events(c, job.id, limit=limit, after=after))
     return {"object": "list", "data": found, "has_more": more}
-
-
-@router.get("/{job_id}/checkpoints")
-async def checkpoints(
-    job: JobOf, parts: PartsOf, limit: Limit = DEFAULT_LIMIT, after: str | None = None
-) -> dict[str, Any]:
-    rows = await parts.database.read(lambda c: versions.checkpoints(c, job.id))
-    if after is not None:
-        rows = [row for row in rows if row.version < checkpoint_version(job.id, after)]
-    data = [{**checkpoint_answer(row), "result_files": []} for row in rows[:limit]]
-    return {
-        "object": "list",
-        "data": data,
-        "first_id": data[0]["id"] if data else None,
-        "last_id": data[-1]["id"] if data else None,
-        "has_more": len(rows) > limit,
-    }
-
-
-@router.get("/{job_id}/checkpoints/{checkpoint_id}")
-async def checkpoint(checkpoint_id: str, job: JobOf, parts: PartsOf) -> dict[str, Any]:
-    version = checkpoint_version(job.id, checkpoint_id)
-    row = await parts.database.read(lambda c: versions.get_version(c, job.id, version))
-    if row is None or row.checkpoint is None:
-        raise not_found("checkpoint", checkpoint_id)
-    return checkpoint_answer(row)

@@ -8,7 +8,7 @@ from typing import Any
 from sqlalchemy import Connection
 
 from upweight.server.refusals import Refusal
-from upweight.server.store import jobs
+from upweight.server.store import jobs, models
 from upweight.server.store.jobs import Job
 from upweight.server.supervision.runner import model_names
 
@@ -16,9 +16,15 @@ MOST_JOBS = 1000
 
 
 def served_jobs(connection: Connection, project: str) -> list[Job]:
-    """Jobs whose model can be asked, newest first."""
+    """Jobs whose model can be asked, newest first, then the models that were promoted."""
     found, _ = jobs.list_jobs(connection, project, limit=MOST_JOBS, after=None)
-    return [job for job in found if job.job_status not in ("failed", "cancelled")]
+    promoted = [models.as_job(row) for row in models.list_models(connection, project)]
+    return [job for job in found if job.job_status not in ("failed", "cancelled")] + promoted
+
+
+def as_of_now(connection: Connection, job: Job) -> Job:
+    """The job as the store has it now; a promoted model stays as it is."""
+    return job if job.method_type == models.PROMOTED else jobs.get_job(connection, job.id)
 
 
 def job_for_model(connection: Connection, project: str, name: Any, *, unknown: int = 400) -> Job:

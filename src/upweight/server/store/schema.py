@@ -82,6 +82,22 @@ files = Table(
     Index("files_of_project", "project", "seq"),
 )
 
+models = Table(
+    "models",
+    metadata,
+    Column("seq", Count, primary_key=True, autoincrement=True),
+    Column("id", String, nullable=False, unique=True),
+    Column("project", String, nullable=False),
+    Column("created_at", Float, nullable=False),
+    Column("name", String, nullable=False),
+    Column("job_id", String, nullable=False),
+    Column("version", Integer, nullable=False),
+    Column("fingerprint", String, nullable=False),
+    Column("path", String, nullable=False),
+    Column("settings", JSON, nullable=False),  # of its job
+    UniqueConstraint("project", "name"),
+)
+
 batches = Table(
     "batches",
     metadata,

@@ -22,6 +22,7 @@ from upweight.server.settings import Settings
 from upweight.server.store import completions, jobs, versions
 from upweight.server.store.database import Database
 from upweight.server.store.jobs import Job
+from upweight.server.store.models import PROMOTED
 from upweight.server.supervision import checkpoints
 from upweight.server.supervision.gate import Gate
 from upweight.server.supervision.runner import JobRunner, log_file, worker_spec
@@ -217,10 +218,11 @@ class Supervisor:
                 running = ", ".join(self._runners)
                 raise Refusal(503, f"the model of job {job.id} is not loaded and all places are taken by {running}")
             checkpoint = await self.database.read(lambda c: checkpoints.newest_usable(c, job.id))
-            if checkpoint is None:  # the start model must not pass for the trained one
+            if checkpoint is None and job.method_type != PROMOTED:  # the start model must not pass for the trained one
                 raise Refusal(
                     409, f"the checkpoints of job {job.id} are no longer on the disk; its model cannot be served"
                 )
+            self.home.job_folder(job.id).mkdir(exist_ok=True)  # a promoted model has none yet
             spec = worker_spec(job, self.home, WorkerMode.SERVE, checkpoint, self.settings)
             worker = await start_worker(self.settings.worker_command, spec, log_file(self.home, job.id), self.home.run)
             self._idle[job.id] = worker
@@ -244,11 +246,17 @@ class Supervisor:
                 503, f"the model of job {job.id} could not be loaded: {worker.why_not_loaded or death}"
             ) from death
         version = state.version or 0
-        recorded = await self.database.read(lambda c: versions.get_version(c, job.id, version))
-        if recorded is None or recorded.fingerprint != state.fingerprint:
+        if await self._recorded(job, version) != state.fingerprint:
             raise Refusal(
                 503, f"the model of job {job.id} loaded as version {version} with a fingerprint that is not recorded"
             )
+
+    async def _recorded(self, job: Job, version: int) -> str | None:
+        """The fingerprint that the weights must have."""
+        if job.method_type == PROMOTED:
+            return str(job.request["fingerprint"])
+        row = await self.database.read(lambda c: versions.get_version(c, job.id, version))
+        return None if row is None else str(row.fingerprint)
 
 
 def _resume(connection: Connection, job_id: str) -> None:
