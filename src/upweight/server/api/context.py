@@ -41,6 +41,8 @@ class Parts:
     projects: dict[str, tuple[str, float]] = field(default_factory=dict)  # hash of a key → its project, when read
     contacts: Contacts = field(default_factory=Contacts)
     parsing: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))
+    # Apart from `parsing`: no upload of samples waits for a training file to be checked.
+    checking: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
 
 
 def parts_of(request: Request) -> Parts:

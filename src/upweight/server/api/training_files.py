@@ -48,7 +48,7 @@ async def take(parts: Parts, project: str, file_id: object, method: FileMethod, 
         await asyncio.to_thread(_check_context, method, model_path)
     path = parts.home.file(file.id)
     try:
-        async with parts.parsing:
+        async with parts.checking:
             checked = await asyncio.to_thread(check_file, path, method.type)
     except FileNotFoundError as error:
         raise _gone(file_id) from error
