@@ -125,10 +125,8 @@ def test_job_program(place: Place, tmp_path: Path) -> None:
 
 def test_file_program(place: Place, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(place.fitted(programs(JOBS)["teach"]))
-    # The page's reader has the address and key from `jobs create`; that job gives its place up.
-    told = place.shell(
-        f'{CREATE}\nupweight jobs cancel "$TOKENFACTORY_ROLLOUT_JOB_ID" >&2\npython program.py', tmp_path
-    )
+    address = f"export TOKENFACTORY_BASE_URL={place.server.url} TOKENFACTORY_API_KEY={place.server.key}"
+    told = place.shell(f"{address}\npython program.py", tmp_path)
     assert told.startswith("succeeded ftjob-")
     (tmp_path / "rows.jsonl").write_text(
         '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}'

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from upweight.ops.packing import PackedBatch, bucket, pack
+from upweight.ops.packing import PackedBatch, bucket, pack, pack_apart
 from upweight.ops.samples import TrainBatch
 from upweight.training.microbatches import split_rows
 
@@ -132,3 +132,12 @@ def test_buckets_are_few_and_never_more_than_half_too_large() -> None:
     sizes = {bucket(n) for n in range(1, 4097)}
     assert sorted(sizes) == [32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096]
     assert all(n <= bucket(n) <= max(64, 1.5 * n) for n in range(1, 4097))
+
+
+def test_packed_apart_each_row_holds_one_context_with_its_samples() -> None:
+    mask = [0, 0, 1, 1]
+    batch = batch_of([([1, 2, 3, 3], mask), ([1, 2, 4, 4], mask), ([5, 6, 3, 3], mask)])
+    together, apart = pack(batch), pack_apart(batch)
+    assert (together.tokens.shape[0], apart.tokens.shape[0]) == (1, 2)
+    assert [sorted(set(row[row >= 0].tolist())) for row in apart.block] == [[0], [0]]
+    assert sorted(apart.source[apart.weight > 0].tolist()) == sorted(together.source[together.weight > 0].tolist())

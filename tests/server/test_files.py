@@ -57,6 +57,11 @@ def test_our_own_client_uploads_too(shared: Running) -> None:
     with TokenFactory(f"{shared.http.base_url}".rstrip("/"), KEY) as ours:
         made = ours.v1.files.create(file=("a.jsonl", CONTENT))
         assert ours.v1.files.get(file_id=made.id).bytes == len(CONTENT)
+        assert ours.v1.files.content(file_id=made.id) == CONTENT
+        other = ours.v1.files.create(file=("b.jsonl", CONTENT), purpose="assistants")
+        assert [file.id for file in ours.v1.files.iterate(purpose="assistants")] == [other.id]
+        assert ours.v1.files.list(limit=1).has_more
+        assert ours.v1.files.delete(file_id=made.id).deleted
 
 
 def test_a_large_file_arrives_byte_for_byte(shared: Running, client: openai.OpenAI) -> None:

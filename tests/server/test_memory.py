@@ -30,6 +30,14 @@ def test_powers_of_two_by_free_memory(tmp_path: Path, free: int, model: int, lor
     assert microbatch_tokens(free, tmp_path, lora=lora) == tokens
 
 
+def test_a_start_model_that_is_kept_takes_room_too(tmp_path: Path) -> None:
+    with (tmp_path / "model.safetensors").open("wb") as handle:
+        handle.truncate(GB // 2)
+    kept = [microbatch_tokens(7 * GB, tmp_path, lora=lora, keeps_start=True) for lora in (False, True)]
+    assert kept == [2048, 4096]  # (4.9 − 3.0) GB / 512 KiB = 3623; an adapter's base is the start model
+    assert microbatch_tokens(7 * GB, tmp_path, lora=False) == 4096  # (4.9 − 2.5) GB / 512 KiB = 4577
+
+
 def test_the_choice_is_stored_with_the_job(start: Start) -> None:
     server = start()
     job = server.create_job()

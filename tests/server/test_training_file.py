@@ -81,6 +81,7 @@ def test_a_supervised_file_is_refused_by_line_and_field(tmp_path: Path, content:
         ({"input": messages(USER), "preferred_output": [], "non_preferred_output": "c"}, "line 1: preferred_output: holds no message"),
         ({"input": messages(USER), "preferred_output": [USER], "non_preferred_output": "c"},
          "line 1: preferred_output[0].role: is 'user'; an answer begins with a message of the assistant"),
+        ({**PAIR, "chosen": [{**ASSISTANT, "weight": 0}]}, "line 1: chosen: no assistant message is trained"),
         ({**PAIR, "rejected": "b"}, "line 1: rejected: is the same as chosen: there is nothing to prefer"),
         ({**PAIR, "chosen": 3}, "line 1: chosen: must be a list of messages, it is int"),
         ({"prompt": "a", "choosen": "b", "rejected": "c"}, "line 1: choosen: unknown key 'choosen'; did you mean 'chosen'?"),

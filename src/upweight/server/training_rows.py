@@ -50,12 +50,17 @@ def conversations(row: object, kind: str) -> tuple[Conversation, ...]:
 def _supervised(row: dict[str, Any]) -> Conversation:
     _needed(row, ("messages",), "")
     messages, weights = _messages(row["messages"], "messages")
-    trained = [m["role"] == "assistant" and w != 0 for m, w in zip(messages, weights, strict=True)]
-    if not any(trained):
-        raise RowError("messages", "no assistant message is trained: there is none, or weight is 0 on all of them")
+    trained = _trained(messages, weights, "messages")
     if trained[0]:
         raise RowError("messages[0]", "a trained assistant message needs a message before it; add one, or weight 0")
     return Conversation(messages=messages, trained=trained, tools=_tools(row, "tools"))
+
+
+def _trained(messages: list[dict[str, Any]], weights: list[int], field: str) -> list[bool]:
+    trained = [m["role"] == "assistant" and w != 0 for m, w in zip(messages, weights, strict=True)]
+    if not any(trained):
+        raise RowError(field, "no assistant message is trained: there is none, or weight is 0 on all of them")
+    return trained
 
 
 def _pair(row: dict[str, Any]) -> tuple[Conversation, Conversation]:
@@ -72,26 +77,27 @@ def _pair(row: dict[str, Any]) -> tuple[Conversation, Conversation]:
         tools = _tools(prompt, "input.tools", tools)
         prompt, field = prompt["messages"], "input.messages"
     context, _ = _messages(_as_messages(prompt, "user"), field)
-    chosen, rejected = (_answer(row[key], key) for key in (chosen_key, rejected_key))
+    (chosen, weights), (rejected, others) = (_answer(row[key], key) for key in (chosen_key, rejected_key))
     if chosen == rejected:
         raise RowError(rejected_key, f"is the same as {chosen_key}: there is nothing to prefer")
     return tuple(  # type: ignore[return-value]
         Conversation(
             messages=[*context, *answer],
-            trained=[False] * len(context) + [message["role"] == "assistant" for message in answer],
+            trained=[False] * len(context) + trained,
             tools=tools,
         )
-        for answer in (chosen, rejected)
+        for answer, trained in ((chosen, weights), (rejected, others))
     )
 
 
-def _answer(value: object, field: str) -> list[dict[str, Any]]:
-    messages, _ = _messages(_as_messages(value, "assistant"), field)
+def _answer(value: object, field: str) -> tuple[list[dict[str, Any]], list[bool]]:
+    """Messages, and which of them are trained."""
+    messages, weights = _messages(_as_messages(value, "assistant"), field)
     if messages[0]["role"] != "assistant":
         raise RowError(
             f"{field}[0].role", f"is {messages[0]['role']!r}; an answer begins with a message of the assistant"
         )
-    return messages
+    return messages, _trained(messages, weights, field)
 
 
 def _as_messages(value: object, role: str) -> object:

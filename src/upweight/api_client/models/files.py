@@ -14,3 +14,15 @@ class File(WireModel):
     filename: str
     purpose: str
     object: str = "file"
+
+
+class FileListResponse(WireModel):
+    data: list[File]
+    has_more: bool = False
+    object: str = "list"
+
+
+class DeletedFile(WireModel):
+    id: str
+    deleted: bool
+    object: str = "file"

@@ -42,6 +42,8 @@ class Parts:
     contacts: Contacts = field(default_factory=Contacts)
     exporting: asyncio.Lock = field(default_factory=asyncio.Lock)  # each export is a process that holds a model
     parsing: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))
+    # Apart from `parsing`: no upload of samples waits for a training file to be checked.
+    checking: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
 
 
 def parts_of(request: Request) -> Parts:

@@ -19,7 +19,6 @@ from upweight.server.file_methods import FileMethod, has_small_context, refuse_c
 from upweight.server.home import sync_folder
 from upweight.server.refusals import Refusal, invalid
 from upweight.server.store import files
-from upweight.server.training_file import check_file
 
 LOC = ("body", "training_file")
 PURPOSE = "fine-tune"
@@ -48,11 +47,11 @@ async def take(parts: Parts, project: str, file_id: object, method: FileMethod, 
         await asyncio.to_thread(_check_context, method, model_path)
     path = parts.home.file(file.id)
     try:
-        async with parts.parsing:
-            checked = await asyncio.to_thread(check_file, path, method.type)
+        async with parts.checking:
+            rows, notes = await asyncio.to_thread(_check, path, method.type)
     except FileNotFoundError as error:
         raise _gone(file_id) from error
-    return TrainingFile(path=path, settings=method.settings(checked.rows), notes=checked.notes)
+    return TrainingFile(path=path, settings=method.settings(rows), notes=notes)
 
 
 def keep(file: TrainingFile, copy: Path) -> None:
@@ -75,8 +74,15 @@ def _gone(file_id: str) -> Refusal:
     return invalid(LOC, f"training_file: file {file_id} was deleted; upload it again", "file_not_found")
 
 
+def _check(path: Path, kind: str) -> tuple[int, list[str]]:
+    # On use, like what follows: both bring the tokenizer's library, which other jobs do not need here.
+    from upweight.server.training_file import check_file
+
+    checked = check_file(path, kind)
+    return checked.rows, checked.notes
+
+
 def _check_context(method: FileMethod, model_path: str) -> None:
-    # On use: reading a model's config brings the tokenizer's library, which other jobs do not need here.
     from upweight.weights.config import read_config
     from upweight.weights.source import resolve
 

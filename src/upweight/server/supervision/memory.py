@@ -12,8 +12,9 @@ BYTES_PER_TOKEN = 512 * 1024  # activations of small models with rematerialisati
 COPIES_FULL, COPIES_LORA = 5, 2  # parameters old and new, gradient, two moments; base and merged
 
 
-def microbatch_tokens(free_bytes: int, model_path: Path, *, lora: bool) -> int:
-    """A power of two from 512 to 8192."""
-    held = model_bytes(model_path) * (COPIES_LORA if lora else COPIES_FULL)
+def microbatch_tokens(free_bytes: int, model_path: Path, *, lora: bool, keeps_start: bool = False) -> int:
+    """A power of two from 512 to 8192. `keeps_start`: the start model is held beside the one that is trained."""
+    copies = COPIES_LORA if lora else COPIES_FULL + int(keeps_start)
+    held = model_bytes(model_path) * copies
     fitting = int((free_bytes * USABLE - held) / BYTES_PER_TOKEN)
     return max(FEWEST, min(MOST, 1 << max(fitting, 1).bit_length() - 1))

@@ -157,7 +157,9 @@ class JobRunner:
     async def _fix_microbatch(self, job: Job) -> Job:
         """Chosen once and stored, so that a replay on another day sums its gradients in the same order."""
         free, lora = psutil.virtual_memory().available, job.settings["lora"] is not None
-        tokens = await asyncio.to_thread(microbatch_tokens, free, Path(job.model_path), lora=lora)
+        tokens = await asyncio.to_thread(
+            microbatch_tokens, free, Path(job.model_path), lora=lora, keeps_start=job.method_type == "dpo"
+        )
         fixed = {**job.settings, "microbatch_tokens": tokens}
         await self.database.write(lambda c: jobs.set_fields(c, self.job_id, settings=fixed))
         return await self._job()
