@@ -229,9 +229,14 @@ def trainer_of(config: DecoderConfig, params: Params, method: dict[str, Any]) ->
 
 
 def batch_of(config: DecoderConfig, trainer: PolicyTrainer) -> TrainBatch:
-    """Twelve samples in interleaved groups, some of which have members elsewhere, from a sampler that is off by some tenths."""
+    """Twelve samples in interleaved groups, some with members elsewhere, many of two turns, from a sampler that is off by some
+    tenths."""
     samples, reward = standard_samples()
     batch = make_batch(samples, reward, temperature=TEMPERATURES, group=GROUPS)
+    turns = (
+        np.arange(len(batch.mask)) % 6 != 3
+    )  # the rest of an answer is a second turn, after something that was not sampled
+    batch = replace(batch, mask=batch.mask * turns.astype(np.uint8))
     rng = np.random.default_rng(5)
     off = trainer.score(batch) + rng.normal(size=len(batch.mask)).astype(np.float32) * 0.6
     peers = {"peer_reward": np.float32([0.7, -1.2]), "peer_group": np.int32([0, 3])}
