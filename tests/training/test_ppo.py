@@ -78,6 +78,7 @@ def test_first_metrics_in_numbers(fresh: PolicyTrainer, batch: TrainBatch) -> No
     assert got["return_mean"] == pytest.approx(np.mean(returns), rel=1e-5)
     assert got["explained_variance"] == pytest.approx(0.0, abs=1e-5)
     assert got["loss"] == pytest.approx(0.0, abs=1e-5)  # whitened advantages at ratio 1
+    assert got["advantage_std"] == pytest.approx(1.0, rel=1e-4)
     assert "kl" not in got
     for _ in range(8):
         later = fresh.train(batch).metrics
@@ -132,6 +133,22 @@ def test_what_is_left_out_has_a_fate(config: DecoderConfig, params: Params, batc
         np.testing.assert_allclose(got, expected, atol=2e-3)
     kept = PolicySettings.from_method({"algorithm": "dapo", "mask_truncated": False})
     assert PolicyTrainer(config, params, kept).train(replace(batch, truncated=cut)).fates == ["trained"] * 12
+
+
+def test_plain_reinforce_skips_what_is_not_finite(config: DecoderConfig, params: Params, batch: TrainBatch) -> None:
+    trainer = PolicyTrainer(config, params, PolicySettings.from_method({"algorithm": "reinforce"}))
+    report = trainer.train(replace(batch, reward=np.where(np.arange(12) == 2, np.inf, batch.reward).astype(np.float32)))
+    assert report.skipped
+    assert fingerprint(trainer.policy_params()) == fingerprint(params)
+    assert "advantage_std" not in report.metrics
+
+
+def test_a_batch_of_which_nothing_can_be_trained(fresh: PolicyTrainer) -> None:
+    before = names(fresh)
+    report = fresh.train(make_batch([([1, 2], [29]), ([4, 5], [])], [1.0, 1.0]))
+    assert report.fates == ["refused", "masked"]
+    assert names(fresh) == before
+    assert fresh.version == 1
 
 
 @pytest.mark.parametrize("algorithm", ["reinforce_pp", "ppo"])

@@ -44,8 +44,8 @@ def create(
     num_batches: Annotated[
         int | None, typer.Option(help="Batches after which the job ends; else until cancelled.")
     ] = None,
-    algorithm: Annotated[str | None, typer.Option(help="grpo, dr_grpo, dapo, gspo, cispo, rloo, …")] = None,
-    advantage: Annotated[str | None, typer.Option(help="given: rewards come normalized; group: by the server.")] = None,
+    algorithm: Annotated[str | None, typer.Option(help="grpo, dapo, gspo, rloo, reinforce_pp, ppo, …")] = None,
+    advantage: Annotated[str | None, typer.Option(help="given: rewards come normalized; group, reward: raw.")] = None,
     learning_rate: Annotated[float | None, typer.Option(help="Step size of the optimizer.")] = None,
     lr_schedule: Annotated[str | None, typer.Option(help="constant, linear or cosine.")] = None,
     warmup_steps: Annotated[int | None, typer.Option(help="Updates until the full learning rate.")] = None,

@@ -76,11 +76,16 @@ def batch_metrics(batch: TrainBatch, advantages: np.ndarray, fates: list[str]) -
     zero_groups = len(np.unique(batch.group[flat & (counts > 1)]))
     return {
         "normalized_reward_mean": float(batch.reward.mean()),
-        "advantage_std": float(advantages.std()) if np.isfinite(advantages).all() else math.nan,
+        "advantage_std": spread(advantages),
         "response_length_mean": float(trained_tokens.mean()),
         "groups": float(groups),
         "zero_variance_groups": float(zero_groups),
     } | {f"samples_{name}": float(fates.count(name)) for name in FATES}
+
+
+def spread(values: np.ndarray) -> float:
+    """Standard deviation; NaN when any value is not finite."""
+    return float(values.std()) if np.isfinite(values).all() else math.nan
 
 
 def critic_metrics(values: np.ndarray, returns: np.ndarray, kept: np.ndarray) -> dict[str, float]:

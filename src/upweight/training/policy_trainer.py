@@ -32,6 +32,7 @@ from upweight.training.batch_metrics import (
     critic_metrics,
     join_reports,
     mismatch,
+    spread,
     unusable,
 )
 from upweight.training.critic import init_critic
@@ -165,7 +166,7 @@ class PolicyTrainer:
         chosen, targets, metrics = self._targets(batch.select(active), advantages[active])
         after = dict(zip(active.tolist(), fates_after(self.settings, chosen, targets.advantages), strict=True))
         fates = [after[i] if fate is None else fate for i, fate in enumerate(before)]
-        metrics |= batch_metrics(batch, advantages, fates) | {"update_skipped": 0.0}
+        metrics = batch_metrics(batch, advantages, fates) | metrics | {"update_skipped": 0.0}
         skipped = False
         regularised = self.settings.kl_in_loss or self.settings.entropy_coeff > 0
         if "trained" in fates or (regularised and chosen.mask.any()):
@@ -200,6 +201,8 @@ class PolicyTrainer:
         if found.returns is not None:
             assert before.values is not None
             metrics |= critic_metrics(before.values, found.returns, kept)
+        if settings.makes_advantages and kept.any():
+            metrics["advantage_std"] = spread(found.advantages[kept > 0])
         if found.kl is not None:
             metrics["kl"] = float(found.kl[batch.mask > 0].mean())
         targets = Targets(found.advantages, before.logprobs, before.reference, found.returns)

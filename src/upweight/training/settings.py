@@ -170,6 +170,11 @@ class PolicySettings:
         return self.advantage != "given" and self.preset.advantage not in FROM_REWARD
 
     @property
+    def makes_advantages(self) -> bool:
+        """Whether tokens of one sample may have different advantages, or ones that depend on the whole batch."""
+        return self.advantage != "given" and (self.preset.whiten or self.preset.advantage in FROM_REWARD)
+
+    @property
     def kl_in_loss(self) -> bool:
         return self.beta > 0 and not self.preset.kl_in_reward
 

@@ -58,8 +58,7 @@ def token_advantages(
     before: PolicyNumbers,
 ) -> TokenAdvantages:
     """From `sample_advantages`. `kept` uint8 [T]: the tokens of `batch.targets` that enter the loss; the others are time steps too."""
-    made = settings.advantage != "given"
-    if not (made and (settings.preset.whiten or settings.preset.advantage in FROM_REWARD)):
+    if not settings.makes_advantages:
         return TokenAdvantages(np.repeat(per_sample, batch.lengths).astype(np.float32))
     steps = Steps(batch)
     mask, reward, inside = steps.mask, steps.per_row(per_sample), steps.spread(kept)
