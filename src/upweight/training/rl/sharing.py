@@ -10,6 +10,7 @@ It is done for models whose `hidden_states` takes `positions` and `allowed`, and
 from __future__ import annotations
 
 import inspect
+import itertools
 from typing import Any, NamedTuple
 
 import jax
@@ -63,6 +64,8 @@ def layouts(
     """One layout for each piece (tokens [B,S], mask [B,S−1]), all of one shape; None when it is not worth it."""
     rows, length = tokens[0].shape
     flat = [rows_of(*piece) for piece in zip(tokens, masks, strict=True)]
+    if max(map(least_tokens, flat)) > WORTH_IT * rows * length:
+        return None
     packed = [pack(each, max_row=max(LONGEST, 2 * length)) for each in flat]
     height, width = (max(each.tokens.shape[axis] for each in packed) for axis in (0, 1))
     if placement is not None:
@@ -83,6 +86,20 @@ def rows_of(tokens_BS: np.ndarray, mask_BA: np.ndarray) -> Rows:
     place = np.flatnonzero(np.arange(length) < lengths[:, None])
     starts = np.concatenate([[0], np.cumsum(lengths)])
     return Rows(starts, tokens_BS.reshape(-1)[place], trained.reshape(-1)[place].astype(np.uint8), place)
+
+
+def least_tokens(rows: Rows) -> int:
+    """Tokens that any layout computes: each distinct context once, and what follows it of every row."""
+    contexts, total = set(), 0
+    for start, end in itertools.pairwise(rows.starts.tolist()):
+        own = rows.mask[start:end]
+        if not own[1:].any():
+            continue
+        split = 1 + int(np.argmax(own[1:]))
+        context = rows.token_ids[start : start + split].tobytes()
+        total += end - start - (split if context in contexts else 0)
+        contexts.add(context)
+    return total
 
 
 def _layout(packed: PackedBatch, place: np.ndarray, shape: tuple[int, int], height: int, width: int) -> Layout:
