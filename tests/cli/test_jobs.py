@@ -108,3 +108,22 @@ def test_what_the_server_refuses_is_one_line(
     done = upweight("jobs", "list")
     assert (done.code, done.err.count("\n")) == (1, 1)
     assert "start one with: upweight serve" in done.err
+
+
+def test_a_checkpoint_is_listed_promoted_and_asked(
+    trained_job: dict[str, Any], upweight: Command, in_server_home: Path
+) -> None:
+    (checkpoint,) = upweight("jobs", "checkpoints", trained_job["id"], "--json").json()
+    assert checkpoint["id"] in upweight("jobs", "checkpoints", trained_job["id"]).out
+    model = upweight("jobs", "promote", checkpoint["id"], "--json").json()
+    assert model["name"] == f"first-{checkpoint['step_number']}"
+    assert (Path(model["path"]) / "model.safetensors").exists()
+    again = upweight("jobs", "promote", checkpoint["id"])
+    assert again.out.split()[1] == model["id"]
+    answer = upweight("chat", model["id"], "--prompt", "hi", "--max-tokens", "3", "--json")
+    assert answer.code == 0, answer.err
+    refused = upweight("jobs", "promote", "nonsense")
+    assert (refused.code, refused.err) == (
+        1,
+        "error: checkpoint 'nonsense': an id that upweight jobs checkpoints shows is needed\n",
+    )

@@ -33,6 +33,7 @@ Message = dict[str, str]
 ANSWER_TIMEOUT_S = 900.0
 WAIT_S = 1.0
 _JOB_ID = re.compile(r"ftjob-[0-9a-f]+\Z")
+_MODEL_ID = re.compile(r"ftmodel-[0-9a-f]+\Z")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +66,15 @@ class Voice(Protocol):
 
 @contextmanager
 def open_voice(target: str, url: str | None, key: str | None) -> Iterator[Voice]:
-    """A job's id (or any target when --url names a server) speaks through its server, all else is loaded here."""
-    if (_JOB_ID.match(target) and not Path(target).exists()) or url:
+    """A job's or promoted model's id (or any target when --url names a server) speaks through its server, all else is loaded here."""
+    if _MODEL_ID.match(target) and not Path(target).exists():
+        from upweight.cli.connection import session
+
+        with session(url, key) as (client, _):
+            yield JobVoice(
+                client, target, f"{client.v1.fine_tuning.jobs.bare_endpoint().partition('/v1/')[0]}/v1/chat/completions"
+            )
+    elif (_JOB_ID.match(target) and not Path(target).exists()) or url:
         from upweight.cli.connection import session
 
         with session(url, key) as (client, _):
@@ -85,14 +93,16 @@ def tell(text: str) -> None:
 class JobVoice:
     """Answers of a job's present weights over HTTP, as server-sent events."""
 
-    def __init__(self, client: TokenFactory, job_id: str) -> None:
-        self.name = job_id
+    def __init__(self, client: TokenFactory, name: str, url: str | None = None) -> None:
+        """`name`: a job's id; with `url`, which serves several, a model's."""
+        self.name = name
         self._client = client
-        self._url = f"{client.v1alpha1.fine_tuning.jobs.endpoint(job_id=job_id)}/inference/openai/v1/chat/completions"
+        of_job = f"{client.v1alpha1.fine_tuning.jobs.endpoint(job_id=name)}/inference/openai/v1/chat/completions"
+        self._url = url or of_job
 
     def say(self, messages: Sequence[Message], sampling: Sampling, answer: Answer) -> Iterator[str]:
         began = time.monotonic()
-        body = {"messages": list(messages), "stream": True}
+        body = {"model": self.name, "messages": list(messages), "stream": True}
         body |= {name: value for name, value in asdict(sampling).items() if value is not None}
         headers = {"Authorization": f"Bearer {self._client.api_key}"}
         http = self._client.httpx_client

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from sqlalchemy import Row
 
-from upweight.tokenizer import TextStream, Tokenizer
+if TYPE_CHECKING:
+    from upweight.tokenizer import Tokenizer
 
 PREVIEW = 240  # characters of the prompt's end and of the answer's beginning that a list shows
 PREVIEW_TOKENS = 160  # tokens that are decoded for them
@@ -52,6 +53,8 @@ def whole_view(row: Row, tokenizer: Tokenizer | None) -> dict[str, Any]:
 def pieces(tokenizer: Tokenizer, token_ids: Iterable[int]) -> list[str]:
     """The text of each token, special ones included. Joined they are the text of all; a character whose bytes
     are spread over several tokens stands with the last of them."""
+    from upweight.tokenizer import TextStream
+
     stream = TextStream(tokenizer, skip_special_tokens=False)
     found = [stream.push(token_id) for token_id in token_ids]
     if found and (rest := stream.flush()):

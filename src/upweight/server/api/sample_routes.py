@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import APIRouter, Query
 from sqlalchemy import Row
@@ -16,7 +16,9 @@ from upweight.server.sample_views import histogram, matches, short_view, whole_v
 from upweight.server.store import samples
 from upweight.server.store.jobs import Job
 from upweight.server.store.versions import FATES
-from upweight.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from upweight.tokenizer import Tokenizer
 
 SEARCHED = 1000  # samples that one call looks through at most
 COUNTED = 2000  # newest samples in the histogram of staleness
