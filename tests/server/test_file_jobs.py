@@ -182,9 +182,25 @@ def test_a_file_job_takes_no_samples_and_can_be_cancelled(start: Start) -> None:
         f"job {job} is of type dpo: it trains on its file and takes no samples",
     )
     assert server.upload(job, 0, [sample("x")]).status_code == 404
+    waiting = server.http.get(server.rl(job, "waiting")).json()
+    assert waiting["state"] == "working"
+    assert [part["text"] for part in waiting["parts"]][:2] == [
+        "None are needed: the job trains on a file",
+        "All 250 batches are in the job's file",
+    ]
     status = server.status(job)
     assert (status["total_batches"], status["batch_size"]) == (250, 1)
     assert server.http.post(f"/v1/fine_tuning/jobs/{job}/cancel").json()["status"] == "cancelled"
+
+
+def test_a_file_job_is_paused_and_resumed(start: Start) -> None:
+    server = start({"train_seconds": 0.1})
+    job = create(server, upload(server, PAIRS), method=method("dpo", batch_size=1, n_epochs=2)).json()["id"]
+    server.wait(job, lambda p: (p["version"] or 0) >= 2)
+    assert server.http.post(f"/v1/fine_tuning/jobs/{job}/pause").status_code == 200
+    assert server.status(job)["job_status"] == "paused"
+    assert server.http.post(f"/v1/fine_tuning/jobs/{job}/resume").status_code == 200
+    assert server.wait_status(job, "succeeded")["version"] == 10
 
 
 def test_a_budget_ends_a_dpo_job_as_succeeded(start: Start) -> None:

@@ -143,6 +143,22 @@ def test_a_job_is_followed_without_reload(browser: Any, until: Until, start: Sta
     assert [one for one in complaints if "401" not in one] == []
 
 
+def test_a_job_on_a_file_says_how_far_it_is_and_asks_for_no_rollouts(browser: Any, until: Until, start: Start) -> None:
+    server = start({"train_seconds": 0.5})
+    form: dict[str, Any] = {
+        "files": {"file": ("pairs.jsonl", b'{"prompt": "a", "chosen": "b", "rejected": "c"}\n')},
+        "data": {"purpose": "fine-tune"},
+    }
+    file = server.http.post("/v1/files", **form).json()["id"]
+    method = {"type": "dpo", "dpo": {"hyperparameters": {"n_epochs": 40, "lora": {"rank": 4}}}}
+    asked = {"model": server.model, "training_file": file, "method": method}
+    job = server.http.post("/v1/fine_tuning/jobs", json=asked).json()["id"]
+    open_page(browser, server, f"/jobs/{job}")
+    until(f"/^[1-9]\\d? of 40 batches trained/.test({text('.batches')})")
+    assert "dpo · LoRA rank 4" in until(text("header.job"))
+    assert "None are needed: the job trains on a file" in until(text(".chain"))
+
+
 @pytest.mark.parametrize(("width", "scheme"), [(360, "light"), (360, "dark"), (1400, "dark")])
 def test_it_fits_a_phone_and_follows_the_colour_scheme(
     browser: Any, until: Until, start: Start, width: int, scheme: str

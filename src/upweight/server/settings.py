@@ -38,7 +38,9 @@ class Settings(BaseSettings):
     max_requests_per_second: float | None = Field(
         default=None, gt=0, description="requests of a project beyond this rate are answered 429; None = no limit"
     )
-    max_file_mb: int = Field(default=512, ge=1, description="largest uploaded file; larger ones are answered 413")
+    max_file_mb: int = Field(
+        default=512, ge=1, le=2000, description="largest uploaded file; larger ones are answered 413"
+    )
 
     worker_command: tuple[str, ...] = Field(
         default=(sys.executable, "-m", "upweight.server.worker"), description="command; the spec's path is appended"

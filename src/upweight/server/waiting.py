@@ -34,6 +34,7 @@ class Facts:
     active: int = 0  # requests that the engine answers
     queued: int = 0  # requests that wait for it
     tokens_per_second: float = 0.0
+    has_file: bool = False  # the job trains on a file; no rollouts feed it
 
     @property
     def heard(self) -> float | None:
@@ -79,13 +80,16 @@ def _whole(facts: Facts) -> tuple[State, str]:
             return "working", f"Loads the model: {facts.detail}" if facts.detail else "Loads the model"
         case "training":
             return "working", f"Trains: {facts.detail or facts.reason}"
-    state, text = _rollouts(facts)
-    return state, text
+    if facts.has_file:
+        return "working", facts.reason or "Trains on its file"
+    return _rollouts(facts)
 
 
 def _rollouts(facts: Facts) -> tuple[State, str]:
     if facts.job_status in ("succeeded", "failed", "cancelled"):
         return "over", "No more samples are taken"
+    if facts.has_file:
+        return "over", "None are needed: the job trains on a file"
     if facts.heard is None:
         state: State = "stalled" if facts.job_status == "waiting_for_samples" else "waiting"
         return state, (
@@ -112,6 +116,8 @@ def _rollouts(facts: Facts) -> tuple[State, str]:
 def _batch(facts: Facts) -> tuple[State, str]:
     if facts.job_status in ("succeeded", "failed", "cancelled"):
         return "over", f"{facts.batch_index} batches were filled"
+    if facts.has_file:
+        return "working", f"All {facts.batch_index} batches are in the job's file"
     last = "" if facts.upload_age is None else f"; the last upload came {span(facts.upload_age)} ago"
     text = f"Batch {facts.batch_index} holds {facts.in_batch} of {facts.batch_size} samples{last}"
     return ("waiting" if facts.job_status == "waiting_for_samples" else "working"), text

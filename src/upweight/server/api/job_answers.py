@@ -68,14 +68,16 @@ def _method_answer(job: Job) -> dict[str, Any]:
 
 def checkpoint_answer(row: Row) -> dict[str, Any]:
     """The single form; items of a list have `result_files` besides."""
-    loss = row.metrics.get("loss")
+    told = {"train_loss": row.metrics.get("loss"), "step": float(row.version)}
+    if "token_accuracy" in row.metrics:
+        told["train_mean_token_accuracy"] = row.metrics["token_accuracy"]
     return {
         "id": f"ftckpt-{row.job_id}-{row.version}",
         "object": "fine_tuning.job.checkpoint",
         "created_at": int(row.created_at),
         "fine_tuned_model_checkpoint": row.checkpoint,
         "fine_tuning_job_id": row.job_id,
-        "metrics": {"step": float(row.version), "train_loss": loss},
+        "metrics": told,
         "step_number": row.version,
     }
 

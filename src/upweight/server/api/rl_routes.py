@@ -66,6 +66,7 @@ async def get_waiting(job: JobOf, parts: PartsOf) -> dict[str, Any]:
         active=0 if state is None else int(state.stats.get("active_tasks", 0)),
         queued=0 if state is None else int(state.stats.get("waiting_queue", 0)),
         tokens_per_second=0.0 if worker is None else worker.tokens_per_second,
+        has_file=job.method_type != "reinforcement",
     )
     return explain_wait(facts)
 

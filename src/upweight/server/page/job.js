@@ -81,12 +81,15 @@ export class JobView {
     if (told === this.headTold) return;
     this.headTold = told;
     const total = progress.total_batches;
-    const method = job.training_method?.[job.training_method?.type] ?? {};
+    const given = job.training_method?.[job.training_method?.type] ?? {};
+    const method = given.hyperparameters ?? given; // of a job that trains on a file
+    const hasFile = method !== given;
+    const filled = hasFile ? progress.version ?? 0 : progress.filled_batches + progress.in_batch / progress.batch_size;
     const parts = [
       h("h1", {}, job.suffix || modelName(job.model), " ", badge(job.job_status)),
-      h("p.quiet", {}, [job.training_method?.type, method.algorithm, method.lora ? `LoRA rank ${method.lora.rank}` : "all parameters", modelName(job.model), `created ${ago(job.created_at)}`].filter(Boolean).join(" · ")),
+      h("p.quiet", {}, [job.training_method?.type, method.algorithm, method.lora ? `LoRA rank ${method.lora.rank ?? method.lora_r}` : "all parameters", modelName(job.model), `created ${ago(job.created_at)}`].filter(Boolean).join(" · ")),
       job.error && h("p.problem", { role: "alert" }, job.error.message),
-      total && h("p.batches", {}, progressBar(progress.filled_batches + progress.in_batch / progress.batch_size, total, "Batches filled"), `${progress.filled_batches} of ${total} batches filled`),
+      total && h("p.batches", {}, progressBar(filled, total, hasFile ? "Batches trained" : "Batches filled"), `${Math.floor(filled)} of ${total} batches ${hasFile ? "trained" : "filled"}`),
     ];
     this.head.replaceChildren(...parts.filter(Boolean));
   }
@@ -105,7 +108,7 @@ export class JobView {
     }
     this.charts.score.show([...scores].map(([label, points]) => ({ label, points })));
     const newest = this.versions.at(-1)?.metrics ?? {};
-    const shown = ["grad_norm", "entropy", "approx_kl", "response_length_mean", "zero_variance_groups", "learning_rate"].filter((name) => newest[name] != null);
+    const shown = ["token_accuracy", "margin", "reward_accuracy", "grad_norm", "entropy", "approx_kl", "response_length_mean", "zero_variance_groups", "learning_rate"].filter((name) => newest[name] != null);
     fill(this.numbers, [
       ["version", progress.version ?? "–"],
       ["served", progress.inference_version ?? "–"],
