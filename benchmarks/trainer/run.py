@@ -102,6 +102,7 @@ def main() -> None:
     ours = [sys.executable, "-W", "ignore", "-m", "benchmarks.trainer.whole_step"]
     if args.shared:
         results["shared"] = answer_of([*ours, "shared"])
+        results["shared_typed"] = answer_of([*ours, "typed"])
     if args.whole_step:
         results["whole_step"] = {"upweight": answer_of([*ours, "step"])}
         if args.trl_python:

@@ -2,6 +2,7 @@
 
 python -m benchmarks.trainer.whole_step step   [--steps 6]   the work of TRL's trainer in `run --trl-python`
 python -m benchmarks.trainer.whole_step shared [--steps 3]   8 samples, 256 + 64 tokens
+python -m benchmarks.trainer.whole_step typed  [--steps 3]   the same for GRPOTrainer on a decoder of the size of `decoder`
 """
 
 from __future__ import annotations
@@ -16,14 +17,27 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import numpy as np
+import optax
+from flax import nnx
 
+from benchmarks.trainer.decoder import HEADS, INNER, LAYERS, VOCABULARY, WIDTH
 from upweight.inference import InferenceScheduler
+from upweight.models.config import DecoderConfig, RopeConfig
+from upweight.models.decoder import Decoder, random_params
 from upweight.online.generator import RolloutGenerator
 from upweight.online.rewards import BaseRewardModel
 from upweight.online.runner import RolloutRunner
 from upweight.online.trainer import OnlineTrainer
 from upweight.ops.samples import TrainBatch
+from upweight.training import (
+    GeneratedSequenceBatch,
+    GroupRolloutBatch,
+    GRPOConfig,
+    GRPOTrainer,
+    SequenceRolloutBatch,
+)
 from upweight.training.policy_trainer import PolicyTrainer
 from upweight.training.settings import PolicySettings
 from upweight.weights.loading import load_model
@@ -74,7 +88,7 @@ def whole_steps(steps: int) -> dict[str, Any]:
             messages = [[system, {"role": "user", "content": f"What is {x}+{y}?"}] for x, y in pairs]
             trainer.train({"messages": messages, "metadata": [{"answer": str(x + y)} for x, y in pairs]})
 
-        first, second, *later = [timed(step) for _ in range(steps)]
+        first, second, *later = [timed(step) for _ in range(2 + steps)]
     return medians({name: first[name] + second[name] for name in first}, later)
 
 
@@ -116,13 +130,62 @@ def shared_prompt(steps: int) -> dict[str, Any]:
     return answer
 
 
+def typed_batch(seed: int) -> GroupRolloutBatch[SequenceRolloutBatch]:
+    draw = np.random.default_rng(seed)
+    length = LONG_PROMPT + LONG_ANSWER
+    tokens = draw.integers(0, VOCABULARY, (GROUP, length)).astype(np.int32)
+    tokens[:, :LONG_PROMPT] = tokens[0, :LONG_PROMPT]
+    sequences = GeneratedSequenceBatch.from_sequences(
+        tokens,
+        response_mask=np.broadcast_to(np.arange(length) >= LONG_PROMPT, tokens.shape).astype(np.float32),
+        rewards=draw.standard_normal(GROUP).astype(np.float32),
+    )
+    old = np.full((GROUP, length - 1), -10.4, np.float32)
+    return GroupRolloutBatch(SequenceRolloutBatch(sequences, old_log_probs=old), GROUP)
+
+
+def shared_prompt_typed(steps: int) -> dict[str, Any]:
+    """The head runs at answers only in both."""
+    config = DecoderConfig(
+        model_type="llama",
+        vocab_size=VOCABULARY,
+        hidden_size=WIDTH,
+        intermediate_size=INNER,
+        num_layers=LAYERS,
+        num_heads=HEADS,
+        num_kv_heads=HEADS,
+        head_dim=WIDTH // HEADS,
+        max_context=1024,
+        norm_eps=1e-6,
+        rope=RopeConfig(theta=10000.0),
+        tied=False,
+    )
+    answer: dict[str, Any] = {}
+    for name, shared in (("shared", True), ("unshared", False)):
+        model = Decoder(config, random_params(config, jax.random.key(0)))
+        optimizer = nnx.Optimizer(model, optax.adamw(1e-5), wrt=nnx.Param)
+        trainer = GRPOTrainer(model, optimizer, GRPOConfig(num_generations=GROUP, beta=0.0, entropy_coeff=0.0))
+        trainer.share_prompts = shared
+        first, *later = [
+            timed(lambda t=trainer, i=i: jax.block_until_ready(t.train_step(typed_batch(i)))) for i in range(1 + steps)
+        ]
+        answer[name] = medians(first, later)
+    answer["times_faster"] = {
+        key: answer["unshared"][key] / answer["shared"][key] for key in ("seconds", "cpu_seconds")
+    }
+    return answer
+
+
+CASES = {"step": (whole_steps, 6), "shared": (shared_prompt, 3), "typed": (shared_prompt_typed, 3)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("case", choices=["step", "shared"])
+    parser.add_argument("case", choices=list(CASES))
     parser.add_argument("--steps", type=int)
     args = parser.parse_args()
-    answer = whole_steps(2 + (args.steps or 6)) if args.case == "step" else shared_prompt(args.steps or 3)
-    print(json.dumps(answer))
+    measure, usual = CASES[args.case]
+    print(json.dumps(measure(args.steps or usual)))
 
 
 if __name__ == "__main__":

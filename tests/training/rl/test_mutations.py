@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from tests.ops import test_corrections, test_masked_stats, test_returns
-from tests.training.rl import test_math, test_sft
+from tests.training.rl import test_math, test_sft, test_sharing
 from upweight.ops import (
     advantages,
     corrections,
@@ -25,7 +25,7 @@ from upweight.ops import (
     returns,
     value_loss,
 )
-from upweight.training.rl import adapters, dpo, grpo, grpo_advantages, ppo, reinforce, rollouts, sft, update
+from upweight.training.rl import adapters, dpo, grpo, grpo_advantages, ppo, reinforce, rollouts, sft, sharing, update
 
 MUTATIONS: list[tuple[ModuleType, str, str, Callable[[], None]]] = [
     # policy losses
@@ -64,6 +64,8 @@ MUTATIONS: list[tuple[ModuleType, str, str, Callable[[], None]]] = [
     (dpo, "own - ref, 0.0", "own, 0.0", lambda: test_math.test_dpo("sigmoid")),
     (sft, "-token_mean(scores.log_probs, places, totals)", "-jnp.mean(scores.log_probs)", test_sft.test_loss_gradient_and_accuracy),
     (logprobs, "jnp.argmax(logits", "jnp.argmin(logits", test_sft.test_loss_gradient_and_accuracy),
+    (sharing, "row * width + column", "row * width", test_sharing.test_what_is_laid_out_and_when),
+    (sharing, "place[packed.source[real]]", "packed.source[real]", test_sharing.test_what_is_laid_out_and_when),
     (preference_loss, "-(1 - share) * jax.nn.log_sigmoid(x) - share", "-(1 - share) * jax.nn.log_sigmoid(x) + share", lambda: test_math.test_dpo("smoothed")),
     (preference_loss, "1.0 / (2.0 * settings.beta)", "1.0 / settings.beta", lambda: test_math.test_dpo("ipo")),
     (preference_loss, "settings.beta * margin - settings.gamma", "settings.beta * margin + settings.gamma", lambda: test_math.test_dpo("simpo")),
