@@ -33,6 +33,26 @@ def test_a_job_is_trained_batch_by_batch_and_succeeds(start: Start) -> None:
     assert "model loaded: version 0 is served" in events
 
 
+def test_prometheus_reads_the_numbers_of_jobs_and_engines(start: Start) -> None:
+    from prometheus_client.parser import text_string_to_metric_families
+
+    server = start()
+    job = server.create_job(num_batches=3)
+    server.fill(job, 0)
+    server.wait(job, lambda p: p["inference_version"] == 1 and p["job_status"] == "waiting_for_samples")
+    answer = server.http.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+    values = {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(answer.text)
+        for sample in family.samples
+    }
+    assert values["upweight_job_status", job, "waiting_for_samples"] == 1
+    assert values["upweight_job_filled_batches", job] == values["upweight_job_inference_version", job] == 1
+    assert values["upweight_job_metric", job, "reward_mean"] == 0.5
+    assert values["upweight_engine_total_tokens", job] == values["upweight_engine_tokens_by_version", job, "0"] == 12
+
+
 def test_a_served_completion_is_joined_to_the_uploaded_sample(start: Start) -> None:
     server = start()
     job = server.create_job(num_batches=1)

@@ -118,8 +118,8 @@ def test_statistics_of_one_job_and_of_all(server: Running) -> None:
     assert set(both["jobs"]) == {first, second}
     assert both["jobs"][first]["request_timeout"] == 900.0  # what the settings say, as the worker was told
     lines = server.http.get("/metrics").text.splitlines()
-    assert f'upweight_engine_total_tokens{{job="{first}"}} 12' in lines
-    assert f'upweight_engine_tokens_by_version{{job="{first}",version="0"}} 12' in lines
+    assert f'upweight_engine_total_tokens{{job="{first}"}} 12.0' in lines
+    assert f'upweight_engine_tokens_by_version{{job="{first}",version="0"}} 12.0' in lines
 
 
 def test_means_are_weighted_by_tasks() -> None:

@@ -17,6 +17,7 @@ from upweight.server.api import (
     inference,
     job_routes,
     page,
+    prometheus,
     rl_routes,
     sample_routes,
     stats,
@@ -63,6 +64,7 @@ def create_app(settings: Settings, *, resolve_model: ResolveModel | None = None)
         sample_routes,
         inference,
         stats,
+        prometheus,
     ):
         app.include_router(module.router)
     return app

@@ -1,14 +1,13 @@
-"""`/stats` and `/metrics`: what the engines of a project's jobs have done and are doing."""
+"""`/stats`: what the engines of a project's jobs have done and are doing."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import httpx
 from fastapi import APIRouter
-from fastapi.responses import PlainTextResponse
 
 from upweight.server.api.context import Parts, PartsOf, ProjectOf
 from upweight.server.api.model_names import job_for_model, served_jobs
@@ -29,16 +28,8 @@ async def stats(parts: PartsOf, project: ProjectOf, model: str | None = None) ->
         asked = [await parts.database.read(lambda c: job_for_model(c, project, model))]
     else:
         asked = await parts.database.read(lambda c: served_jobs(c, project))
-    told = await _told(parts, asked)
+    told = await told_by_workers(parts, asked)
     return {**together(list(told.values())), "jobs": told}
-
-
-@router.get("/metrics")
-async def metrics(parts: PartsOf, project: ProjectOf) -> PlainTextResponse:
-    """The numbers in the text format that Prometheus reads."""
-    told = await _told(parts, await parts.database.read(lambda c: served_jobs(c, project)))
-    lines = [line for job_id, counters in told.items() for line in _lines(job_id, counters)]
-    return PlainTextResponse("".join(f"{line}\n" for line in sorted(lines)), media_type="text/plain; version=0.0.4")
 
 
 def together(each: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -52,15 +43,7 @@ def together(each: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _lines(job_id: str, counters: Mapping[str, Any]) -> Iterator[str]:
-    for name, value in counters.items():
-        if isinstance(value, int | float):
-            yield f'upweight_engine_{name}{{job="{job_id}"}} {value}'
-    for version, tokens in counters.get("tokens_by_version", {}).items():
-        yield f'upweight_engine_tokens_by_version{{job="{job_id}",version="{version}"}} {tokens}'
-
-
-async def _told(parts: Parts, asked: Sequence[Job]) -> dict[str, dict[str, Any]]:
+async def told_by_workers(parts: Parts, asked: Sequence[Job]) -> dict[str, dict[str, Any]]:
     counters = await asyncio.gather(*(_counters(parts, job) for job in asked))
     return {job.id: one for job, one in zip(asked, counters, strict=True) if one is not None}
 

@@ -29,6 +29,14 @@ def newest_version(connection: Connection, job_id: str) -> int | None:
     return connection.scalar(select(func.max(table.c.version)).where(table.c.job_id == job_id))
 
 
+def newest_metrics(connection: Connection, job_id: str) -> dict[str, float]:
+    """Of the newest version; nothing for a start model."""
+    table = schema.versions
+    query = select(table.c.metrics).where(table.c.job_id == job_id).order_by(table.c.version.desc()).limit(1)
+    found: dict[str, float] | None = connection.scalar(query)
+    return found or {}
+
+
 def versions_since(connection: Connection, job_id: str, version: int) -> list[Row]:
     """Versions above `version`, oldest first."""
     table = schema.versions
