@@ -51,7 +51,7 @@ def placements() -> Iterator[Placement]:
     devices = np.array(jax.devices())
     yield Placement(Mesh(devices, ("data",)))
     yield Placement(Mesh(devices, ("data",)), parameters="data")
-    yield Placement(Mesh(devices.reshape(2, -1), ("data", "model")), parameters="model")
+    yield Placement(jax.make_mesh((2, len(devices) // 2), ("data", "model")), parameters="model")
 
 
 def numbers(case: trainers.Case, steps: int = 2) -> tuple[list[dict[str, float]], list[np.ndarray]]:
