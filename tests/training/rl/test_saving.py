@@ -28,8 +28,18 @@ class Noisy(Policy):
         return self.drop(super().states(tokens))
 
 
+class ActorCritic(nnx.Module):
+    """A policy and a critic that share nothing."""
+
+    def __init__(self) -> None:
+        self.policy, self.critic = Noisy(0), Policy(1, critic=True)
+
+    def __call__(self, tokens: jax.Array) -> Any:
+        return self.policy(tokens), self.critic(tokens)[1]
+
+
 def case(kind: str) -> trainers.Case:
-    made = ALL[kind](Noisy(critic=kind == "ppo"))
+    made = ALL[kind](ActorCritic() if kind == "ppo" else Noisy())
     made.trainer.optimizer = nnx.Optimizer(made.trainer.model, optax.adam(0.01), wrt=nnx.Param)
     return made
 
@@ -54,6 +64,13 @@ def test_four_steps_are_two_and_two_after_a_resume(kind: str, tmp_path: Path) ->
     assert load_state(path, fresh.trainer, rngs=again) == {"epoch": 1, "read": [8, 8]}
     for _ in range(2):
         step(fresh, again)
+    if kind == "ppo":
+        assert (
+            np.abs(
+                fresh.trainer.model.critic.critic.kernel[...] - case(kind).trainer.model.critic.critic.kernel[...]
+            ).max()
+            > 0
+        )
     for one, other in ((whole.trainer.model, fresh.trainer.model), (whole.trainer.optimizer, fresh.trainer.optimizer)):
         for a, b in zip(jax.tree.leaves(nnx.state(one)), jax.tree.leaves(nnx.state(other)), strict=True):
             np.testing.assert_array_equal(_numbers(a), _numbers(b))
