@@ -1,6 +1,9 @@
 """States on disk: exact, whole or absent, never replaced."""
 
 import shutil
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -127,3 +130,34 @@ def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
 def test_a_config_with_a_range_comes_back(tmp_path: Path) -> None:
     trainer = trainers.grpo(is_mask=(0.5, 2.0)).trainer
     assert load_state(save_state(tmp_path, trainer), trainer) is None
+
+
+SAVING = """
+import sys
+from tests.training.rl import trainers
+from upweight.training import save_state
+case = trainers.sft()
+while True:
+    case.trainer.train_step(case.batch)
+    print(save_state(sys.argv[1], case.trainer, cursor={"read": 4}), flush=True)
+"""
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("delay_s", [0.0, 0.02, 0.05, 0.09])
+def test_a_kill_while_saving_leaves_the_newest_whole(delay_s: float, tmp_path: Path) -> None:
+    """Killed so long after a state was said to be on disk, which is about when the next one is being written."""
+    with subprocess.Popen([sys.executable, "-c", SAVING, str(tmp_path)], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        said = [process.stdout.readline().strip() for _ in range(3)]
+        time.sleep(delay_s)
+        process.kill()
+        said += process.stdout.read().split()
+    newest = newest_state(tmp_path)
+    assert newest is not None
+    assert newest >= Path(said[-1])
+    trainer = trainers.sft().trainer
+    assert load_state(newest, trainer) == {"read": 4}
+    assert int(trainer.optimizer.step[...]) == int(newest.name.removeprefix("step-"))
+    prune_states(tmp_path, keep=1)
+    assert list(tmp_path.iterdir()) == [newest]
