@@ -17,11 +17,12 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
-from tests.training.rl import test_sharing, trainers
+from tests.training.rl import small, test_sharing, trainers
 from tests.training.rl.conftest import Compilations
+from tests.training.rl.small import HeadPolicy
 from upweight.models.config import DecoderConfig, RopeConfig
 from upweight.models.decoder import random_params
-from upweight.training import Placement, load_state, newest_state, save_state
+from upweight.training import Placement, SFTTrainer, load_state, newest_state, save_state
 from upweight.training.rl.devices import on_host
 
 CONFIG = DecoderConfig(
@@ -41,8 +42,12 @@ CONFIG = DecoderConfig(
 
 
 def made(kind: str) -> trainers.Case:
-    """A trainer on a decoder with Adam, whose rows, prompts and answers are those of the tests of shared prompts."""
-    trainer, batch = test_sharing.made(kind, CONFIG, random_params(CONFIG, jax.random.key(0), scale=0.4))
+    """A trainer on a decoder with Adam, whose rows, prompts and answers are those of the tests of shared prompts; `small` has
+    a model that compiles quickly."""
+    if kind == "small":
+        trainer, batch = SFTTrainer(model := HeadPolicy(), small.optimizer(model)), small.answers()
+    else:
+        trainer, batch = test_sharing.made(kind, CONFIG, random_params(CONFIG, jax.random.key(0), scale=0.4))
     trainer.optimizer = nnx.Optimizer(trainer.model, optax.adam(0.01, eps=1e-3), wrt=nnx.Param)
     return trainers.Case(trainer, batch)
 
@@ -51,7 +56,7 @@ def placements() -> Iterator[Placement]:
     devices = np.array(jax.devices())
     yield Placement(Mesh(devices, ("data",)))
     yield Placement(Mesh(devices, ("data",)), parameters="data")
-    yield Placement(Mesh(devices.reshape(2, -1), ("data", "model")), parameters="model")
+    yield Placement(jax.make_mesh((2, len(devices) // 2), ("data", "model")), parameters="model")
 
 
 def numbers(case: trainers.Case, steps: int = 2) -> tuple[list[dict[str, float]], list[np.ndarray]]:
@@ -115,7 +120,7 @@ mesh_program.in_processes(folder, kind)
 
 def in_processes(folder: str, kind: str) -> None:
     """Writes what comes of rows and parameters split over both processes; their state goes to disk and comes back."""
-    assert (jax.device_count(), jax.local_device_count()) == (4, 2)
+    assert jax.device_count() == 2 * jax.local_device_count()
     placement = Placement(Mesh(np.array(jax.devices()), ("data",)), parameters="data")
     case, again = made(kind), made(kind)
     for each in (case, again):

@@ -30,9 +30,11 @@ def test_rows_and_parameters_split_over_eight_devices(kinds: list[str]) -> None:
     assert done.stdout.strip() == "equal", done.stderr[-2000:]
 
 
-@pytest.mark.parametrize("kind", ["sft", pytest.param("grpo", marks=pytest.mark.soak)])
-def test_two_processes(kind: str, tmp_path: Path) -> None:
-    """Each with half of the devices, joined by `jax.distributed` over loopback."""
+@pytest.mark.parametrize(
+    ("kind", "devices"), [("small", 1), *(pytest.param(kind, 2, marks=pytest.mark.soak) for kind in ("sft", "grpo"))]
+)
+def test_two_processes(kind: str, devices: int, tmp_path: Path) -> None:
+    """Each with devices of its own, joined by `jax.distributed` over loopback."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -41,7 +43,7 @@ def test_two_processes(kind: str, tmp_path: Path) -> None:
     for i, path in enumerate(errors):
         with path.open("wb") as file:
             command = [sys.executable, "-c", mesh_program.JOIN, str(i), port, str(tmp_path), kind]
-            started.append(subprocess.Popen(command, env=environment(2), stdout=subprocess.DEVNULL, stderr=file))
+            started.append(subprocess.Popen(command, env=environment(devices), stdout=subprocess.DEVNULL, stderr=file))
     try:
         codes = [process.wait(timeout=200) for process in started]
     finally:

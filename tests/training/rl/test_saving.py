@@ -1,6 +1,9 @@
 """States on disk: exact, whole or absent, never replaced."""
 
 import shutil
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +31,18 @@ class Noisy(Policy):
         return self.drop(super().states(tokens))
 
 
+class ActorCritic(nnx.Module):
+    """A policy and a critic that share nothing."""
+
+    def __init__(self) -> None:
+        self.policy, self.critic = Noisy(0), Policy(1, critic=True)
+
+    def __call__(self, tokens: jax.Array) -> Any:
+        return self.policy(tokens), self.critic(tokens)[1]
+
+
 def case(kind: str) -> trainers.Case:
-    made = ALL[kind](Noisy(critic=kind == "ppo"))
+    made = ALL[kind](ActorCritic() if kind == "ppo" else Noisy())
     made.trainer.optimizer = nnx.Optimizer(made.trainer.model, optax.adam(0.01), wrt=nnx.Param)
     return made
 
@@ -54,6 +67,13 @@ def test_four_steps_are_two_and_two_after_a_resume(kind: str, tmp_path: Path) ->
     assert load_state(path, fresh.trainer, rngs=again) == {"epoch": 1, "read": [8, 8]}
     for _ in range(2):
         step(fresh, again)
+    if kind == "ppo":
+        assert (
+            np.abs(
+                fresh.trainer.model.critic.critic.kernel[...] - case(kind).trainer.model.critic.critic.kernel[...]
+            ).max()
+            > 0
+        )
     for one, other in ((whole.trainer.model, fresh.trainer.model), (whole.trainer.optimizer, fresh.trainer.optimizer)):
         for a, b in zip(jax.tree.leaves(nnx.state(one)), jax.tree.leaves(nnx.state(other)), strict=True):
             np.testing.assert_array_equal(_numbers(a), _numbers(b))
@@ -110,3 +130,34 @@ def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
 def test_a_config_with_a_range_comes_back(tmp_path: Path) -> None:
     trainer = trainers.grpo(is_mask=(0.5, 2.0)).trainer
     assert load_state(save_state(tmp_path, trainer), trainer) is None
+
+
+SAVING = """
+import sys
+from tests.training.rl import trainers
+from upweight.training import save_state
+case = trainers.sft()
+while True:
+    case.trainer.train_step(case.batch)
+    print(save_state(sys.argv[1], case.trainer, cursor={"read": 4}), flush=True)
+"""
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("delay_s", [0.0, 0.02, 0.05, 0.09])
+def test_a_kill_while_saving_leaves_the_newest_whole(delay_s: float, tmp_path: Path) -> None:
+    """Killed so long after a state was said to be on disk, which is about when the next one is being written."""
+    with subprocess.Popen([sys.executable, "-c", SAVING, str(tmp_path)], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        said = [process.stdout.readline().strip() for _ in range(3)]
+        time.sleep(delay_s)
+        process.kill()
+        said += process.stdout.read().split()
+    newest = newest_state(tmp_path)
+    assert newest is not None
+    assert newest >= Path(said[-1])
+    trainer = trainers.sft().trainer
+    assert load_state(newest, trainer) == {"read": 4}
+    assert int(trainer.optimizer.step[...]) == int(newest.name.removeprefix("step-"))
+    prune_states(tmp_path, keep=1)
+    assert list(tmp_path.iterdir()) == [newest]
