@@ -58,14 +58,13 @@ def keep(file: TrainingFile, copy: Path) -> None:
     """Give the job its copy: the same bytes under a second name where the disk can do that."""
     copy.parent.mkdir(parents=True, exist_ok=True)
     try:
-        try:
-            os.link(file.path, copy)
-        except FileNotFoundError:
-            raise
-        except OSError:  # a file system without links
-            shutil.copyfile(file.path, copy)
+        os.link(file.path, copy)
     except FileNotFoundError as error:
         raise _gone(file.path.name) from error
+    except OSError:  # a file system without links
+        shutil.copyfile(file.path, copy)
+        with copy.open("rb") as written:
+            os.fsync(written.fileno())
     sync_folder(copy.parent)
     sync_folder(copy.parent.parent)
 
