@@ -38,14 +38,14 @@ async def create(request: Request, parts: PartsOf, project: ProjectOf) -> dict[s
     model_path, model_name = await resolve_model(parts, project, wanted.model)
     file, notes = None, list[str]()
     if isinstance(wanted.method, FileMethod):
-        file = await training_files.take(parts, project, wanted.kept["training_file"], wanted.method, model_path)
+        file = await training_files.take(parts, project, wanted.kept, wanted.method, model_path)
         settings, notes = file.settings, file.notes
     else:
         settings = wanted.method.model_dump(mode="json")
     await refuse_without_room(parts, model_path, settings)
     job_id = jobs.new_job_id()
     if file is not None:
-        await asyncio.to_thread(training_files.keep, file, parts.home.training_file(job_id))
+        await asyncio.to_thread(training_files.keep, file, parts.home.job_folder(job_id))
 
     def effect(connection: Any) -> dict[str, Any]:
         job = jobs.create_job(
