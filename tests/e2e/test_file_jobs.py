@@ -35,7 +35,9 @@ def start_job(site: Site, kind: str, rows: list[dict[str, Any]], **hyperparamete
         content = "".join(json.dumps(row) + "\n" for row in rows).encode()
         file = client.files.create(file=("rows.jsonl", content), purpose="fine-tune")
         method: Any = {"type": kind, kind: {"hyperparameters": hyperparameters}}
-        job = client.fine_tuning.jobs.create(model=site.model, training_file=file.id, method=method)
+        job = client.fine_tuning.jobs.create(
+            model=site.model, training_file=file.id, validation_file=file.id, method=method
+        )
         client.files.delete(file.id)
     return job.id
 
@@ -63,6 +65,9 @@ def test_a_supervised_job_teaches_an_answer_that_is_then_given_greedily(place: S
     assert losses[0] == pytest.approx(10.9, abs=0.2)  # a random model: log of the size of its vocabulary
     assert losses[-1] < 0.5
     assert metric(job, "token_accuracy")[-1] == 1.0
+    measured = {v["version"]: v["metrics"]["valid_loss"] for v in job["versions"] if "valid_loss" in v["metrics"]}
+    assert sorted(measured) == [10, 20]  # those with a checkpoint
+    assert measured[20] == pytest.approx(losses[-1], abs=0.2)  # here the same rows
     tokens = metric(job, "num_tokens")
     assert set(tokens) == {8.0}  # four times the answer's token and that of the end of its turn
     assert job["ledger"]["trained"] == 80
@@ -76,6 +81,7 @@ def test_a_dpo_job_widens_the_margin_and_serves_what_it_learned(place: Site) -> 
     assert abs(margins[0]) < 1e-4  # policy and reference are the same model
     assert margins == sorted(margins)
     assert margins[-1] > 1
+    assert job["versions"][-1]["metrics"]["valid_margin"] > 1
     assert metric(job, "loss")[0] == pytest.approx(0.6931, abs=1e-3)
     assert metric(job, "reward_accuracy")[-1] == 1.0
     assert len({version["fingerprint"] for version in job["versions"]}) == 5

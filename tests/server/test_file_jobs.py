@@ -234,6 +234,20 @@ def test_notes_of_a_file_are_events_of_its_job(shared: Running) -> None:
     assert any("CRLF" in message for message in events)
 
 
+def test_a_validation_file_is_checked_and_kept_too(shared: Running) -> None:
+    file, held_out = upload(shared, ROWS), upload(shared, ROWS[:2])
+    made = create(shared, file, validation_file=held_out, method=method("supervised")).json()
+    assert made["validation_file"] == held_out
+    copies = {path.name for path in (shared.home / "jobs" / made["id"]).iterdir()}
+    assert copies == {"training.jsonl", "validation.jsonl"}
+    wrong = create(shared, file, validation_file=upload(shared, PAIRS), method=method("supervised"))
+    (first, *_) = wrong.json()["detail"]
+    assert first["loc"][:2] == ["body", "validation_file"]
+    assert first["msg"].startswith("line 1: messages: is missing")
+    missing = create(shared, file, validation_file="file-none", method=method("supervised"))
+    assert missing.json()["detail"][0]["msg"] == "validation_file: file 'file-none' does not exist"
+
+
 def folders(server: Running) -> set[str]:
     return {path.name for path in Path(server.home, "jobs").iterdir()}
 

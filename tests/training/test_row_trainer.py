@@ -216,6 +216,33 @@ def test_an_adapter_is_compared_with_its_base(config: DecoderConfig, params: Par
     assert trainer.train_next().metrics["margin"] == pytest.approx((ratios[:, 0] - ratios[:, 1]).mean(), rel=1e-3)
 
 
+def test_rows_that_are_held_out_are_measured_when_they_should_be(config: DecoderConfig, params: Params) -> None:
+    trainer = SupervisedTrainer(config, params, SETTINGS, conversations())
+    trainer.validate_with(conversations(seed=1), lambda version: version == 2)
+    assert "valid_loss" not in trainer.train_next().metrics
+    metrics = trainer.train_next().metrics
+    batch, _ = end_to_end([row for row in conversations(seed=1) if row.usable])
+    logprobs = logprobs_alone(config, trainer.policy_params(), batch).astype(np.float64)
+    assert metrics["valid_loss"] == pytest.approx(-logprobs[batch.mask > 0].mean(), rel=1e-5)
+    rows = [row for row in conversations(seed=1) if row.usable]
+    right = right_tokens(config, trainer.policy_params(), rows) / batch.mask.sum()
+    assert metrics["valid_token_accuracy"] == pytest.approx(right, abs=1e-6)
+
+
+def test_pairs_that_are_held_out_are_measured_against_the_start_model(config: DecoderConfig, params: Params) -> None:
+    kind = PreferenceSettings(beta=BETA, label_smoothing=0.2)
+    trainer = PreferenceTrainer(config, params, SETTINGS, pairs(), preference=kind)
+    trainer.validate_with(pairs(seed=1), lambda version: True)
+    trainer.train_next()
+    metrics = trainer.train_next().metrics
+    now, rows = trainer.policy_params(), pairs(seed=1)
+    ratios = scores_alone(config, now, rows) - scores_alone(config, params, rows)
+    margin = ratios[:, 0] - ratios[:, 1]
+    assert metrics["valid_loss"] == pytest.approx(expected_loss(kind, margin), rel=1e-4)
+    assert metrics["valid_margin"] == pytest.approx(margin.mean(), rel=1e-3, abs=1e-4)
+    assert metrics["valid_reward_accuracy"] == pytest.approx((margin > 0).mean())
+
+
 @pytest.mark.parametrize("kind", ["supervised", "dpo"])
 def test_a_run_that_goes_on_from_a_checkpoint_computes_the_same_bits(
     config: DecoderConfig, params: Params, tmp_path: Path, kind: str

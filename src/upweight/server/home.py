@@ -51,9 +51,8 @@ class Home:
     def job_folder(self, job_id: str) -> Path:
         return self.jobs / job_id
 
-    def training_file(self, job_id: str) -> Path:
-        """The job's own copy of the file that it trains on."""
-        return self.job_folder(job_id) / "training.jsonl"
+    # A job's own copies of the files that it trains on and is validated with, in its folder.
+    TRAINING_FILE, VALIDATION_FILE = "training.jsonl", "validation.jsonl"
 
     def file(self, file_id: str) -> Path:
         return self.files / file_id

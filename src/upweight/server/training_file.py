@@ -45,9 +45,9 @@ class LineError(ValueError):
         super().__init__(f"line {line}: {where + ': ' if where else ''}{message}")
 
 
-def check_file(path: Path, kind: str, *, loc: tuple[str | int, ...] = ("body", "training_file")) -> Checked:
-    """Read all of the file as rows of a job of type `kind`. Raises Refusal 422 listing what is wrong."""
-    checked, problems = Checked(), []
+def check_file(path: Path, kind: str, *, name: str = "training_file") -> Checked:
+    """Read all of the file as rows of a job of type `kind`; the request calls it `name`. Raises Refusal 422 listing what is wrong."""
+    checked, problems, loc = Checked(), [], ("body", name)
     lines = _Lines(path)
     for number, text in lines:
         try:
@@ -61,8 +61,8 @@ def check_file(path: Path, kind: str, *, loc: tuple[str | int, ...] = ("body", "
         raise Refusal(422, problems)
     if checked.rows == 0:
         what = "is empty" if lines.size == 0 else f"holds no rows, only {lines.blank} blank lines"
-        raise invalid(loc, f"the training file {what}; it needs one JSON object per line", "training_file")
-    checked.notes = lines.notes()
+        raise invalid(loc, f"the {name.replace('_', ' ')} {what}; it needs one JSON object per line", "training_file")
+    checked.notes = lines.notes(name.replace("_", " "))
     return checked
 
 
@@ -134,14 +134,14 @@ class _Lines:
                 if len(text) > LONGEST_LINE:
                     return  # what follows is the rest of that line
 
-    def notes(self) -> list[str]:
+    def notes(self, name: str) -> list[str]:
         notes = []
         if self._has_mark:
-            notes.append("the training file begins with a byte order mark; it is ignored")
+            notes.append(f"the {name} begins with a byte order mark; it is ignored")
         if self._has_crlf:
-            notes.append("lines of the training file end with CRLF; they are read like others")
+            notes.append(f"lines of the {name} end with CRLF; they are read like others")
         if self.blank:
             notes.append(
-                f"the training file has {self.blank} blank lines, the first is line {self._first_blank}; they are ignored"
+                f"the {name} has {self.blank} blank lines, the first is line {self._first_blank}; they are ignored"
             )
         return notes

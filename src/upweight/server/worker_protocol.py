@@ -57,6 +57,7 @@ class WorkerSpec(BaseModel):
         default_factory=dict, description="what the job trains with: the validated method, defaults filled in"
     )
     training_file: str | None = Field(default=None, description="what a job that trains on a file trains on")
+    validation_file: str | None = Field(default=None, description="what its versions with a checkpoint are measured on")
     socket: str = Field(description="path of the Unix socket to listen on")
     folder: str = Field(description="the job's own folder; checkpoints go to folder/checkpoints")
     checkpoint: str | None = Field(

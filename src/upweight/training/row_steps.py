@@ -122,10 +122,10 @@ def scores_are_means(loss: str, length_normalized: bool) -> bool:
 
 def make_row_score(
     config: DecoderConfig, settings: PolicySettings
-) -> Callable[[Params, Params | None, Layout], jax.Array]:
-    """Compiled (trainable, frozen, layout) → log-probs [N], no gradient."""
+) -> Callable[[Params, Params | None, Layout], Scores]:
+    """Compiled (trainable, frozen, layout) → scores, no gradient."""
 
-    def score(trainable: Params, frozen: Params | None, layout: Layout) -> jax.Array:
-        return scores(config, settings, trainable, frozen, layout, remat=False).logprob
+    def score(trainable: Params, frozen: Params | None, layout: Layout) -> Scores:
+        return scores(config, settings, trainable, frozen, layout, remat=False, hits=True)
 
     return jax.jit(score)

@@ -20,8 +20,9 @@ import numpy as np
 
 from upweight.models.config import DecoderConfig
 from upweight.models.layers import Params
+from upweight.ops.logprobs import Scores
 from upweight.ops.packing import PackedBatch, pack, pack_apart, power_bucket
-from upweight.ops.preference_loss import PairSettings
+from upweight.ops.preference_loss import PAIR_LOSSES, PairSettings
 from upweight.training.microbatches import split_rows
 from upweight.training.policy_trainer import MAX_ROW, REMAT_TOKENS, PolicyTrainer, StepReport
 from upweight.training.row_steps import (
@@ -89,6 +90,13 @@ class RowTrainer(PolicyTrainer):
         super().__init__(config, params, settings, microbatch_tokens=microbatch_tokens)
         self.rows = rows
         self.plan = Plan(rows=len(rows), batch_size=settings.batch_size or 1, seed=settings.seed)
+        self.held_out: list[TrainRow] = []
+        self._is_measured: Callable[[int], bool] = lambda version: False
+        self._row_score: Callable[..., Scores] = make_row_score(config, settings)
+
+    def validate_with(self, rows: Sequence[TrainRow], when: Callable[[int], bool]) -> None:
+        """Measure the versions that `when` names on rows that are not trained on: metrics `valid_…`."""
+        self.held_out, self._is_measured = [row for row in rows if row.usable], when
 
     def train_next(self) -> StepReport:
         """One version from the next batch of rows."""
@@ -106,6 +114,8 @@ class RowTrainer(PolicyTrainer):
         if usable:
             metrics |= self._update_on(usable)
         metrics["trained_tokens"] = metrics["num_tokens"]
+        if self._is_measured(self.version + 1):
+            metrics |= self._measured(self.held_out)
         metrics = {name: value for name, value in metrics.items() if np.isfinite(value)}
         self.version += 1
         skipped = metrics["update_skipped"] == 1.0
@@ -117,6 +127,10 @@ class RowTrainer(PolicyTrainer):
 
     @abstractmethod
     def _row_gradient(self, remat: bool) -> Gradient: ...
+
+    @abstractmethod
+    def _measured(self, rows: list[TrainRow]) -> dict[str, float]:
+        """Metrics of the present version on rows."""
 
     def _update_on(self, chosen: list[int]) -> dict[str, float]:
         total: Any = None
@@ -149,8 +163,20 @@ class SupervisedTrainer(RowTrainer):
     def _row_gradient(self, remat: bool) -> Gradient:
         return make_supervised_gradient(self.config, self.settings, remat=remat)
 
+    def _measured(self, rows: list[TrainRow]) -> dict[str, float]:
+        loss, right, count = 0.0, 0.0, 0.0
+        for packed, _ in self._pieces_of(rows):
+            found, weight = self._row_score(self.trainable, self._fixed.base, layout_of(packed)), packed.weight
+            loss -= float(np.asarray(found.logprob, np.float64)[weight > 0].sum())
+            right += float(np.asarray(found.hit, np.float64)[weight > 0].sum())
+            count += float(weight.sum())
+        return {"valid_loss": loss / count, "valid_token_accuracy": right / count}
+
     def _row_pieces(self, chosen: list[int]) -> Iterator[tuple[PackedBatch, Any]]:
-        batch, _ = end_to_end([self.rows[number] for number in chosen])
+        return self._pieces_of([self.rows[number] for number in chosen])
+
+    def _pieces_of(self, rows: list[TrainRow]) -> Iterator[tuple[PackedBatch, Any]]:
+        batch, _ = end_to_end(rows)
         layout = pack if self.share_rows else pack_apart
         packed = layout(batch, max_row=min(MAX_ROW, self.microbatch_tokens))
         num_tokens = np.float32(packed.weight.sum())
@@ -175,7 +201,7 @@ class PreferenceTrainer(RowTrainer):
         self.preference = preference
         self._start = params if settings.lora or preference.needs_reference else None
         self._references: dict[int, np.ndarray] = {}  # row → float32 [2]
-        self._row_score: Callable[..., jax.Array] = make_row_score(config, settings)
+        self._held_out_reference: np.ndarray | None = None
 
     @functools.lru_cache(maxsize=2)  # noqa: B019 - as above
     def _row_gradient(self, remat: bool) -> Gradient:
@@ -186,11 +212,11 @@ class PreferenceTrainer(RowTrainer):
 
     def _row_pieces(self, chosen: list[int]) -> Iterator[tuple[PackedBatch, Any]]:
         references = self.references(chosen)
-        for some, packed, slot in self._packed_pairs(chosen):
+        for some, packed, slot in self._packed_pairs([self.rows[number] for number in chosen]):
             places = power_bucket(len(some), FEWEST_PAIRS)
             targets = np.bincount(slot, packed.weight, minlength=2 * places).astype(np.float32)
             reference, weight = np.zeros(2 * places, np.float32), np.zeros(places, np.float32)
-            reference[: 2 * len(some)] = np.concatenate([references[number] for number in some])
+            reference[: 2 * len(some)] = np.concatenate([references[chosen[place]] for place in some])
             weight[: len(some)] = 1.0
             arrays: dict[str, Any] = {"slot": slot, "targets": targets, "reference": reference, "weight": weight}
             yield packed, Pairs(**arrays, num_pairs=np.float32(len(chosen)))  # type: ignore[arg-type]
@@ -209,28 +235,47 @@ class PreferenceTrainer(RowTrainer):
             place = np.argsort(order)
             for batch in sorted({int(place[number]) // size for number in missing}):
                 mates = [int(number) for number in order[batch * size : (batch + 1) * size]]
-                self._references |= self._scored([number for number in mates if self.rows[number].usable])
+                mates = [number for number in mates if self.rows[number].usable]
+                scores = self._start_scores([self.rows[number] for number in mates])
+                self._references |= dict(zip(mates, scores, strict=True))
         return {number: self._references[number] for number in chosen}
 
-    def _scored(self, chosen: list[int]) -> dict[int, np.ndarray]:
-        frozen, trainable = None, self._start
-        if self.settings.lora is not None:
-            frozen, trainable = self._start, jax.tree.map(jnp.zeros_like, self.trainable)
-        found: dict[int, np.ndarray] = {}
-        for some, packed, slot in self._packed_pairs(chosen):
-            logprobs = np.where(
-                packed.weight > 0, np.asarray(self._row_score(trainable, frozen, layout_of(packed))), 0.0
-            )
+    def _measured(self, rows: list[TrainRow]) -> dict[str, float]:
+        ratios = self._scores_of(rows, self.trainable, self._fixed.base)
+        if self.preference.needs_reference:
+            if self._held_out_reference is None:
+                self._held_out_reference = self._start_scores(rows)
+            ratios = ratios - self._held_out_reference
+        margin = ratios[:, 0] - ratios[:, 1]
+        losses = PAIR_LOSSES[self.preference.loss_type](jnp.asarray(margin), self.preference.pair)
+        return {
+            "valid_loss": float(jnp.mean(losses)),
+            "valid_margin": float(margin.mean()),
+            "valid_reward_accuracy": float((margin > 0).mean()),
+        }
+
+    def _start_scores(self, rows: list[TrainRow]) -> np.ndarray:
+        assert self._start is not None
+        if self.settings.lora is None:
+            return self._scores_of(rows, self._start, None)
+        return self._scores_of(rows, jax.tree.map(jnp.zeros_like, self.trainable), self._start)
+
+    def _scores_of(self, rows: list[TrainRow], trainable: Params, base: Params | None) -> np.ndarray:
+        """float32 [rows, 2]: of the preferred answer and of the other."""
+        found = np.zeros((len(rows), 2), np.float32)
+        for some, packed, slot in self._packed_pairs(rows):
+            told = self._row_score(trainable, base, layout_of(packed)).logprob
+            logprobs = np.where(packed.weight > 0, np.asarray(told), 0.0)
             score = np.bincount(slot, logprobs, minlength=2 * len(some)).astype(np.float64)
             if self.preference.means:
                 score /= np.maximum(np.bincount(slot, packed.weight, minlength=2 * len(some)), 1.0)
-            found |= dict(zip(some, score.astype(np.float32).reshape(-1, 2), strict=True))
+            found[some] = score.reshape(-1, 2)
         return found
 
-    def _packed_pairs(self, chosen: list[int]) -> Iterator[tuple[list[int], PackedBatch, np.ndarray]]:
-        """Micro-batches of whole pairs: rows, layout, and the answer (2·pair + 0 or 1) of each target."""
-        for some in _chunks(chosen, [_size(self.rows[number]) for number in chosen], self.microbatch_tokens):
-            batch, slots = end_to_end([self.rows[number] for number in some])
+    def _packed_pairs(self, rows: list[TrainRow]) -> Iterator[tuple[list[int], PackedBatch, np.ndarray]]:
+        """Micro-batches of whole pairs: their places in `rows`, layout, and the answer (2·pair + 0 or 1) of each target."""
+        for some in _chunks(list(range(len(rows))), [_size(row) for row in rows], self.microbatch_tokens):
+            batch, slots = end_to_end([rows[place] for place in some])
             packed = pack(batch, max_row=min(MAX_ROW, self.microbatch_tokens))
             yield some, packed, slots[packed.sample]
 

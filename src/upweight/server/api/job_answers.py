@@ -66,11 +66,18 @@ def _method_answer(job: Job) -> dict[str, Any]:
     }
 
 
+# Metrics of a version → those of a checkpoint.
+MEASURED = {
+    "token_accuracy": "train_mean_token_accuracy",
+    "valid_loss": "valid_loss",
+    "valid_token_accuracy": "valid_mean_token_accuracy",
+}
+
+
 def checkpoint_answer(row: Row) -> dict[str, Any]:
     """The single form; items of a list have `result_files` besides."""
     told = {"train_loss": row.metrics.get("loss"), "step": float(row.version)}
-    if "token_accuracy" in row.metrics:
-        told["train_mean_token_accuracy"] = row.metrics["token_accuracy"]
+    told |= {theirs: row.metrics[ours] for ours, theirs in MEASURED.items() if ours in row.metrics}
     return {
         "id": f"ftckpt-{row.job_id}-{row.version}",
         "object": "fine_tuning.job.checkpoint",

@@ -19,7 +19,7 @@ KNOWN_FIELDS = frozenset(
     {"model", "training_file", "validation_file", "from_checkpoint", "hyperparameters", "method", "integrations"}
     | {"seed", "suffix", "tags", "extra_body", "ai_project_id"}
 )
-NOT_USED = ("integrations", "validation_file")  # known, but without effect
+NOT_USED = ("integrations",)  # known, but without effect
 LONGEST_SUFFIX = 64
 GB = 1e9
 
@@ -102,6 +102,7 @@ def _with_hyperparameters(request: dict[str, Any], method: dict[str, Any]) -> di
 def _warnings(request: dict[str, Any], method_type: str) -> list[str]:
     unknown = [f"unknown field {name!r} was ignored" for name in request if name not in KNOWN_FIELDS]
     names = NOT_USED if method_type == "supervised" else ("hyperparameters", *NOT_USED)
+    names = ("validation_file", *names) if method_type == "reinforcement" else names
     unused = [f"field {name!r} has no effect on a {method_type} job" for name in names if request.get(name)]
     return unknown + unused
 

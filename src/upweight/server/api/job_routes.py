@@ -36,16 +36,16 @@ async def create(request: Request, parts: PartsOf, project: ProjectOf) -> dict[s
         return first
     wanted = parse_request(parse_json(body))
     model_path, model_name = await resolve_model(parts, project, wanted.model)
-    file = None
+    file, notes = None, list[str]()
     if isinstance(wanted.method, FileMethod):
-        file = await training_files.take(parts, project, wanted.kept["training_file"], wanted.method, model_path)
-        settings = file.settings
+        file = await training_files.take(parts, project, wanted.kept, wanted.method, model_path)
+        settings, notes = file.settings, file.notes
     else:
         settings = wanted.method.model_dump(mode="json")
     await refuse_without_room(parts, model_path, settings)
     job_id = jobs.new_job_id()
     if file is not None:
-        await asyncio.to_thread(training_files.keep, file, parts.home.training_file(job_id))
+        await asyncio.to_thread(training_files.keep, file, parts.home.job_folder(job_id))
 
     def effect(connection: Any) -> dict[str, Any]:
         job = jobs.create_job(
@@ -57,11 +57,10 @@ async def create(request: Request, parts: PartsOf, project: ProjectOf) -> dict[s
             request={**wanted.kept, "model_name": model_name},
             settings=settings,
         )
-        for warning in [*wanted.warnings, *(file.notes if file is not None else ())]:
+        for warning in [*wanted.warnings, *notes]:
             jobs.add_event(connection, job.id, warning, level="warn")
         return job_answer(connection, job)
 
-    is_new = False
     try:
         answer, is_new = await write_once(request, project, body, effect)
     except Refusal:

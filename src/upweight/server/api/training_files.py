@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,65 +21,79 @@ from upweight.server.home import sync_folder
 from upweight.server.refusals import Refusal, invalid
 from upweight.server.store import files
 
-LOC = ("body", "training_file")
+TRAINING, VALIDATION = "training_file", "validation_file"  # fields of a request
 PURPOSE = "fine-tune"
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingFile:
-    """A file that was found good."""
+    """What a job trains on, and what it is validated with if anything; found good."""
 
-    path: Path
+    paths: dict[str, Path]  # name in the job's folder → uploaded file
     settings: dict[str, Any]  # what the job trains with
     notes: list[str]
 
 
-async def take(parts: Parts, project: str, file_id: object, method: FileMethod, model_path: str) -> TrainingFile:
-    """The project's file `file_id` for a job of `method` on the model. Raises Refusal 422 with what is wrong with them."""
-    if not isinstance(file_id, str) or not file_id:
-        raise invalid(LOC, f"training_file is missing: a {method.type} job needs the id of an uploaded file", "missing")
+async def take(
+    parts: Parts, project: str, kept: Mapping[str, Any], method: FileMethod, model_path: str
+) -> TrainingFile:
+    """The project's files that a request names, for a job of `method` on the model. Raises Refusal 422 with what is wrong."""
+    if not kept["training_file"]:
+        text = f"training_file is missing: a {method.type} job needs the id of an uploaded file"
+        raise invalid(("body", TRAINING), text, "missing")
+    if has_small_context(method):
+        await asyncio.to_thread(_check_context, method, model_path)
+    path, rows, notes = await _found(parts, project, kept[TRAINING], method.type, TRAINING)
+    paths, settings = {parts.home.TRAINING_FILE: path}, method.settings(rows)
+    if kept.get(VALIDATION):
+        path, rows, more = await _found(parts, project, kept[VALIDATION], method.type, VALIDATION)
+        paths[parts.home.VALIDATION_FILE] = path
+        settings, notes = {**settings, "validation_rows": rows}, notes + more
+    return TrainingFile(paths=paths, settings=settings, notes=notes)
+
+
+async def _found(parts: Parts, project: str, file_id: str, kind: str, name: str) -> tuple[Path, int, list[str]]:
+    """Path, number of rows and notes of a good file."""
     try:
         file = await parts.database.read(lambda c: files.get_file(c, file_id, project))
     except Refusal as refused:
-        raise invalid(LOC, f"training_file: {refused.text}", "file_not_found") from refused
+        raise invalid(("body", name), f"{name}: {refused.text}", "file_not_found") from refused
     if file.purpose != PURPOSE:
-        raise invalid(LOC, f"training_file: file {file.id} has purpose {file.purpose!r}, {PURPOSE!r} is needed")
-    if has_small_context(method):
-        await asyncio.to_thread(_check_context, method, model_path)
+        raise invalid(("body", name), f"{name}: file {file.id} has purpose {file.purpose!r}, {PURPOSE!r} is needed")
     path = parts.home.file(file.id)
     try:
         async with parts.checking:
-            rows, notes = await asyncio.to_thread(_check, path, method.type)
+            rows, notes = await asyncio.to_thread(_check, path, kind, name)
     except FileNotFoundError as error:
-        raise _gone(file_id) from error
-    return TrainingFile(path=path, settings=method.settings(rows), notes=notes)
+        raise _gone(file_id, name) from error
+    return path, rows, notes
 
 
-def keep(file: TrainingFile, copy: Path) -> None:
-    """Give the job its copy: the same bytes under a second name where the disk can do that."""
-    copy.parent.mkdir(parents=True, exist_ok=True)
-    try:
+def keep(file: TrainingFile, folder: Path) -> None:
+    """Give the job its copies: the same bytes under a second name where the disk can do that."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, path in file.paths.items():
         try:
-            os.link(file.path, copy)
-        except FileNotFoundError:
-            raise
+            os.link(path, folder / name)
+        except FileNotFoundError as error:
+            raise _gone(path.name, TRAINING) from error
         except OSError:  # a file system without links
-            shutil.copyfile(file.path, copy)
-    except FileNotFoundError as error:
-        raise _gone(file.path.name) from error
-    sync_folder(copy.parent)
-    sync_folder(copy.parent.parent)
+            shutil.copyfile(path, folder / name)
+            with (folder / name).open("rb") as written:
+                os.fsync(written.fileno())
+    sync_folder(folder)
+    sync_folder(folder.parent)
 
 
-def _gone(file_id: str) -> Refusal:
-    return invalid(LOC, f"training_file: file {file_id} was deleted; upload it again", "file_not_found")
+def _gone(file_id: str, name: str) -> Refusal:
+    return invalid(("body", name), f"{name}: file {file_id} was deleted; upload it again", "file_not_found")
 
 
-def _check(path: Path, kind: str) -> tuple[int, list[str]]:
+def _check(path: Path, kind: str, name: str) -> tuple[int, list[str]]:
     # On use, like what follows: both bring the tokenizer's library, which other jobs do not need here.
     from upweight.server.training_file import check_file
 
-    checked = check_file(path, kind)
+    checked = check_file(path, kind, name=name)
     return checked.rows, checked.notes
 
 

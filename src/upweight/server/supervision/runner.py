@@ -424,7 +424,10 @@ def worker_spec(job: Job, home: Home, mode: WorkerMode, checkpoint: str | None, 
         model_names=model_names(job),
         method_type=job.method_type,
         settings=job.settings,
-        training_file=str(home.training_file(job.id)) if job.method_type != "reinforcement" else None,
+        training_file=str(home.job_folder(job.id) / home.TRAINING_FILE) if "rows" in job.settings else None,
+        validation_file=str(home.job_folder(job.id) / home.VALIDATION_FILE)
+        if "validation_rows" in job.settings
+        else None,
         socket="",  # chosen by start_worker
         folder=str(home.job_folder(job.id)),
         checkpoint=checkpoint,

@@ -199,8 +199,19 @@ class WorkerCore:
             self._enter(WorkerPhase.LOADING, "reading the training file")
             loaded = load_rows(Path(spec.training_file), spec.method_type, spec.settings, model, self._tell_progress)
             self._notes = loaded.notes
-            return row_trainer(spec.method_type, spec.settings, model, loaded.rows, microbatch_tokens=tokens)
+            trainer = row_trainer(spec.method_type, spec.settings, model, loaded.rows, microbatch_tokens=tokens)
+            if spec.validation_file is not None:
+                self._validate(trainer, Path(spec.validation_file))
+            return trainer
         return PolicyTrainer(model.config, model.params, settings, microbatch_tokens=tokens)
+
+    def _validate(self, trainer: RowTrainer, path: Path) -> None:
+        spec = self.spec
+        settings = {**spec.settings, "rows": spec.settings["validation_rows"]}
+        held_out = load_rows(path, spec.method_type, settings, self.model, self._tell_progress)
+        self._notes = self._notes + held_out.notes
+        every, last = spec.settings["checkpoint_every"], spec.settings["num_batches"]
+        trainer.validate_with(held_out.rows, lambda version: version % every == 0 or version == last)
 
     def _tell_progress(self, detail: str) -> None:
         self._enter(WorkerPhase.LOADING, detail)

@@ -43,14 +43,14 @@ class _Odd:
     split: list[int] = field(default_factory=list)
     endless: list[int] = field(default_factory=list)
 
-    def notes(self, limit: int) -> list[str]:
+    def notes(self, name: str, limit: int) -> list[str]:
         texts = {
             f"longer than {limit} tokens: cut there": self.cut,
             f"without a trained token within the first {limit}: left out": self.nothing_left,
             "whose history the chat template rewrites: each answer is trained after the history as it is written for it": self.split,
             "whose answers end without an end-of-turn token in the chat template: the model does not learn to stop": self.endless,
         }
-        return [f"training file: {_lines(lines)} {text}" for text, lines in texts.items() if lines]
+        return [f"{name}: {_lines(lines)} {text}" for text, lines in texts.items() if lines]
 
 
 def load_rows(
@@ -58,20 +58,20 @@ def load_rows(
 ) -> LoadedRows:
     """All rows of the file, with the model's own template and tokenizer. `TrainingError` naming the line that cannot be."""
     limit = min(settings.get("context_length") or model.config.max_context, model.config.max_context)
-    loaded, odd, told = LoadedRows(), _Odd(), time.monotonic()
+    loaded, odd, told, name = LoadedRows(), _Odd(), time.monotonic(), f"{path.stem} file"
     try:
         for row in read_rows(path, kind):
-            loaded.rows.append(_train_row(row, model.tokenizer, model.config.vocab_size, limit, odd))
+            loaded.rows.append(_train_row(row, model.tokenizer, model.config.vocab_size, limit, odd, name))
             if time.monotonic() - told > TELL_EVERY:
                 told = time.monotonic()
-                tell(f"reading the training file: {len(loaded.rows)} of {settings['rows']} rows")
+                tell(f"reading the {name}: {len(loaded.rows)} of {settings['rows']} rows")
     except (OSError, LineError) as error:
-        raise TrainingError(f"the job's training file {path} cannot be read any more: {error}") from error
+        raise TrainingError(f"the job's {name} {path} cannot be read any more: {error}") from error
     if len(loaded.rows) != settings["rows"]:
-        raise TrainingError(f"the job's training file {path} holds {len(loaded.rows)} rows, it held {settings['rows']}")
+        raise TrainingError(f"the job's {name} {path} holds {len(loaded.rows)} rows, it held {settings['rows']}")
     if not any(row.usable for row in loaded.rows):
-        raise TrainingError(f"no row of the training file has a trained token within the first {limit} tokens")
-    loaded.notes = odd.notes(limit)
+        raise TrainingError(f"no row of the {name} has a trained token within the first {limit} tokens")
+    loaded.notes = odd.notes(name, limit)
     return loaded
 
 
@@ -95,18 +95,18 @@ def row_trainer(
     )
 
 
-def _train_row(row: Row, tokenizer: Tokenizer, vocab_size: int, limit: int, odd: _Odd) -> TrainRow:
+def _train_row(row: Row, tokenizer: Tokenizer, vocab_size: int, limit: int, odd: _Odd, name: str) -> TrainRow:
     parts = []
     for conversation in row.conversations:
         try:
             marked = mark_answers(tokenizer, conversation.messages, conversation.trained, conversation.tools)
         except RequestError as error:
-            raise TrainingError(f"training file, line {row.line}: {error}") from error
+            raise TrainingError(f"{name}, line {row.line}: {error}") from error
         sequences = tuple(_sequence(one, limit) for one in marked)
         _note(odd, row.line, marked, sequences, limit)
         if (largest := max((max(one.ids, default=0) for one in marked), default=0)) >= vocab_size:
             raise TrainingError(
-                f"training file, line {row.line}: the tokenizer gives token {largest}, the model knows {vocab_size} tokens"
+                f"{name}, line {row.line}: the tokenizer gives token {largest}, the model knows {vocab_size} tokens"
             )
         parts.append(sequences)
     made = TrainRow(line=row.line, parts=tuple(parts))
