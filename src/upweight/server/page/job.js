@@ -158,8 +158,8 @@ function fill(list, pairs) {
 }
 
 function ledgerText(ledger) {
-  const { accepted, unmatched, filtered, ...fates } = ledger;
+  const { accepted, unmatched, filtered, truncated, ...fates } = ledger;
   const parts = Object.entries(fates).filter(([, count]) => count).map(([name, count]) => `${count} ${words(name)}`);
-  const apart = Object.entries({ unmatched, filtered }).filter(([, count]) => count).map(([name, count]) => `${count} ${name}`);
+  const apart = Object.entries({ unmatched, filtered, truncated }).filter(([, count]) => count).map(([name, count]) => `${count} ${name}`);
   return [`${accepted} accepted${parts.length ? ` = ${parts.join(" + ")}` : ""}`, ...apart].join("; ");
 }
