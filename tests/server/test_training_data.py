@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from upweight.server.api.served import StreamReader, sampling_of, served_of
-from upweight.server.store import batches, completions, jobs, versions
+from upweight.server.store import batches, completions, counts, jobs, versions
 from upweight.server.store.database import Database
 from upweight.server.store.rows import NewSample, completion_key, pack_sample
 from upweight.server.supervision.training_data import BuiltBatch, build_batch, join_batch
@@ -49,6 +49,7 @@ def start_job(database: Database, samples: int) -> str:
 
 def build(database: Database, job: str) -> BuiltBatch:
     database.submit(lambda c: join_batch(c, job, 0, max_tokens=4)).result()
+    assert database.read_now(lambda c: counts.read(c, job)) == database.read_now(lambda c: counts.recount(c, job))
     return database.read_now(lambda c: build_batch(c, job, 0))
 
 

@@ -16,7 +16,7 @@ from sqlalchemy import Connection, Row, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
 from upweight.server.refusals import Refusal, not_found
-from upweight.server.store import schema
+from upweight.server.store import counts, schema
 from upweight.server.store.jobs import TERMINAL, Job, get_job
 from upweight.server.store.rows import NewSample
 
@@ -86,6 +86,7 @@ def add_samples(connection: Connection, job_id: str, project: str, index: int, s
             batch_size=job.batch_size,
         )
     _insert(connection, job_id, index, new)
+    counts.add(connection, job_id, {"accepted": len(new)})
     _count(connection, job, index, batch.sample_count + len(new))
     return read_batch(connection, job, index)
 

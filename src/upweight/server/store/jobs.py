@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, Row, func, insert, select, update
+from sqlalchemy import Connection, Row, insert, select, update
 
 from upweight.server.refusals import Refusal, not_found
 from upweight.server.store import schema
@@ -225,8 +225,3 @@ def client_metrics(connection: Connection, job_id: str) -> list[dict[str, Any]]:
     table = schema.client_metrics
     query = select(table.c.batch_index, table.c.metrics).where(table.c.job_id == job_id).order_by(table.c.seq)
     return [{"batch_index": row.batch_index, "metrics": row.metrics} for row in connection.execute(query)]
-
-
-def count_samples(connection: Connection, job_id: str) -> int:
-    table = schema.samples
-    return connection.scalar(select(func.count()).select_from(table).where(table.c.job_id == job_id)) or 0

@@ -23,6 +23,13 @@ UPGRADES: dict[str, tuple[str, ...]] = {
     "2": (
         "ALTER TABLE completions ADD COLUMN finish_reason VARCHAR",
         "ALTER TABLE samples ADD COLUMN truncated BOOLEAN",
+        "INSERT INTO counts (job_id, name, count) SELECT job_id, 'accepted', count(*) FROM samples GROUP BY job_id",
+        "INSERT INTO counts (job_id, name, count)"
+        " SELECT job_id, fate, count(*) FROM samples WHERE fate IS NOT NULL GROUP BY job_id, fate",
+        "INSERT INTO counts (job_id, name, count)"
+        " SELECT job_id, 'unmatched', count(*) FROM samples WHERE matched = FALSE GROUP BY job_id",
+        "INSERT INTO counts (job_id, name, count)"
+        " SELECT job_id, 'filtered', count(*) FROM samples WHERE filtered = TRUE GROUP BY job_id",
     )
 }
 
@@ -137,6 +144,14 @@ samples = Table(
     UniqueConstraint("job_id", "id"),
     Index("samples_of_batch", "job_id", "batch_index", "seq"),
     Index("samples_of_task", "job_id", "task_id"),
+)
+
+counts = Table(
+    "counts",  # of a job's samples, see store/counts.py
+    metadata,
+    Column("job_id", String, primary_key=True),
+    Column("name", String, primary_key=True),
+    Column("count", Count, nullable=False),
 )
 
 completions = Table(

@@ -8,11 +8,12 @@ Invariants:
 from __future__ import annotations
 
 import time
+from collections import Counter
 from typing import Any
 
 from sqlalchemy import Connection, Row, bindparam, func, insert, select, update
 
-from upweight.server.store import schema
+from upweight.server.store import counts, schema
 from upweight.server.worker_protocol import TrainResult
 
 FATES = ("trained", "zero_advantage", "masked", "stale", "refused")
@@ -74,6 +75,7 @@ def record_version(
     table = schema.samples
     change = update(table).where(table.c.seq == bindparam("the_seq")).values(fate=bindparam("the_fate"))
     connection.execute(change, [{"the_seq": s, "the_fate": f} for s, f in zip(sample_seqs, result.fates, strict=True)])
+    counts.add(connection, job_id, Counter(result.fates))
 
 
 def _insert_version(connection: Connection, job_id: str, version: int, fingerprint: str, **values: Any) -> None:
@@ -96,27 +98,17 @@ def checkpoints(connection: Connection, job_id: str) -> list[Row]:
 
 def ledger(connection: Connection, job_id: str) -> dict[str, int]:
     """Counts per fate, which add up to `accepted`; `unmatched`, `filtered` and `truncated` say how a sample was drawn, and are counted apart."""
-    table = schema.samples
-    query = select(table.c.fate, func.count()).where(table.c.job_id == job_id).group_by(table.c.fate)
-    by_fate = {row[0]: row[1] for row in connection.execute(query)}
-    counts = {fate: by_fate.pop(fate, 0) for fate in FATES}
-    counts["not_yet_trained"] = by_fate.pop(None, 0)
-    accepted = sum(counts.values())
-    assert not by_fate, f"unknown fates {sorted(by_fate)}"
-    apart = {
-        "unmatched": table.c.matched.is_(False),
-        "filtered": table.c.filtered.is_(True),
-        "truncated": table.c.truncated.is_(True),
-    }
-    columns = [func.count().filter(condition) for condition in apart.values()]
-    found = connection.execute(select(*columns).where(table.c.job_id == job_id)).one()
-    return {"accepted": accepted, **counts, **dict(zip(apart, found, strict=True))}
+    found = counts.read(connection, job_id)
+    accepted, apart = found.pop("accepted", 0), {name: found.pop(name, 0) for name in counts.APART}
+    by_fate = {fate: found.pop(fate, 0) for fate in FATES}
+    assert not found, f"unknown fates {sorted(found)}"
+    return {"accepted": accepted, **by_fate, "not_yet_trained": accepted - sum(by_fate.values()), **apart}
 
 
 def file_ledger(connection: Connection, job_id: str, settings: dict[str, Any]) -> dict[str, int]:
     """The same for a job that trains on a file: each row counts once an epoch."""
     accepted = settings["rows"] * settings["n_epochs"]
-    counts = dict.fromkeys(FATES, 0)
-    counts |= {fate: int(total(connection, job_id, f"samples_{fate}")) for fate in ("trained", "masked")}
-    counts["not_yet_trained"] = accepted - sum(counts.values())
-    return {"accepted": accepted, **counts, "unmatched": 0, "filtered": 0, "truncated": 0}
+    by_fate = dict.fromkeys(FATES, 0)
+    by_fate |= {fate: int(total(connection, job_id, f"samples_{fate}")) for fate in ("trained", "masked")}
+    by_fate["not_yet_trained"] = accepted - sum(by_fate.values())
+    return {"accepted": accepted, **by_fate, **dict.fromkeys(counts.APART, 0)}

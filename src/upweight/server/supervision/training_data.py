@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 from sqlalchemy import Connection, Row, bindparam, func, select, update
 
-from upweight.server.store import completions, schema
+from upweight.server.store import completions, counts, schema
 from upweight.server.store.rows import completion_key
 from upweight.server.worker_protocol import TrainBatch
 
@@ -60,7 +60,14 @@ def join_batch(connection: Connection, job_id: str, index: int, *, max_tokens: i
     change = update(table).where(table.c.seq == bindparam("the_seq"))
     names = ("matched", "filtered", "truncated", "filtered_tokens", "temperatures", "raw_logprobs", "versions")
     change = change.values({name: bindparam(f"the_{name}") for name in names})
-    connection.execute(change, [_join_values(row, keys[row.seq], served, max_tokens) for row in rows])
+    joined = [_join_values(row, keys[row.seq], served, max_tokens) for row in rows]
+    connection.execute(change, joined)
+    how = {"unmatched": "the_matched", "filtered": "the_filtered", "truncated": "the_truncated"}
+    counts.add(
+        connection,
+        job_id,
+        {name: sum(bool(values[key]) is (name != "unmatched") for values in joined) for name, key in how.items()},
+    )
 
 
 def build_batch(connection: Connection, job_id: str, index: int) -> BuiltBatch:
