@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from upweight.server.refusals import Refusal, problem
-from upweight.server.store.rows import NewSample, is_finite32, pack_sample
+from upweight.server.store.rows import LARGEST_FLOAT32, NewSample, is_finite32, pack_sample
 
 LARGEST_TOKEN = 2**31 - 1
 MOST_PROBLEMS = 20  # an answer lists the first ones
@@ -85,7 +86,8 @@ def _problems(sample: UploadedSample, needs_task: bool) -> list[tuple[str, str]]
         found.append(("token_ids", f"token ids must lie in [0, {LARGEST_TOKEN}], got {min(tokens)} to {max(tokens)}"))
     if not set(sample.mask) <= {0, 1}:
         found.append(("mask", f"mask may hold 0 and 1 only, got {sorted(set(sample.mask) - {0, 1})[:5]}"))
-    if wrong := [value for value in sample.logprobs if not is_finite32(value)]:
+    if len(logprobs := np.asarray(sample.logprobs, dtype=np.float64)) and not np.abs(logprobs).max() <= LARGEST_FLOAT32:
+        wrong = [value for value in sample.logprobs if not is_finite32(value)]
         found.append(("logprobs", f"logprobs holds {wrong[0]}, which is not a finite number of 32 bits"))
     if not is_finite32(sample.normalized_reward):
         reward = sample.normalized_reward
