@@ -165,7 +165,7 @@ def test_every_program_is_run_above() -> None:
         (page.name, name) for page in (README, JOBS, ROLLOUTS, INFERENCE, ONLINE, TRAINERS) for name in programs(page)
     }
     part = {("rollouts.md", "group"), ("trainers.md", "grpo")}  # the beginning of others of their page
-    run = {("README.md", "quick_start"), ("jobs.md", "create")}
+    run = {("README.md", "quick_start"), ("jobs.md", "create"), ("jobs.md", "teach")}
     run |= {("rollouts.md", "evaluate"), ("rollouts.md", "asynchronous"), ("rollouts.md", "turns")}
     run |= {("inference.md", "openai"), ("inference.md", "anthropic"), ("online.md", "online")}
     run |= {("trainers.md", "devices")}

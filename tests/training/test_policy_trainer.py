@@ -17,6 +17,8 @@ from upweight.training.policy_trainer import PolicyTrainer
 from upweight.training.settings import PRESETS, LoraSettings, PolicySettings
 from upweight.weights.fingerprint import fingerprint
 
+# Of log-probs in float32: XLA adds in other orders in other programs, more so when it does not optimise.
+NOISE = 3e-5
 PLAIN = PolicySettings(learning_rate=1e-3)
 LORA = LoraSettings(rank=4, alpha=8)
 
@@ -56,7 +58,7 @@ def test_no_learning_rate_no_change(config: DecoderConfig, params: Params, batch
         assert fingerprint(trainer.policy_params()) == before
         assert report.metrics["on_policy_tokens"] == batch.mask.sum()
         gaps.append(report.metrics["mismatch_max"])
-    assert gaps[0] < 1e-5
+    assert gaps[0] < NOISE
     assert len(set(gaps)) == 1
     assert trainer.version == 3
 
@@ -73,7 +75,7 @@ def test_first_report(fresh: PolicyTrainer, batch: TrainBatch) -> None:
     assert got["ratio_mean"] == got["ratio_max"] == 1.0
     assert got["is_weight_mean"] == pytest.approx(1.0, abs=1e-5)
     assert got["approx_kl"] == got["clip_fraction_low"] == got["clip_fraction_high"] == 0.0
-    assert got["mismatch_max"] < 1e-5
+    assert got["mismatch_max"] < NOISE
     assert got["logprob_mean"] == pytest.approx(float(batch.logprobs[batch.mask > 0].mean()), abs=1e-5)
     assert got["num_tokens"] == batch.mask.sum()
     assert got["response_length_mean"] == pytest.approx(batch.mask.sum() / 12)
@@ -103,7 +105,7 @@ def test_samples_that_lived_through_a_swap_are_compared_apart(fresh: PolicyTrain
     logprobs[drawn[1]] -= 0.5
     fresh.version = 1
     got = fresh.train(replace(batch, versions=versions, logprobs=logprobs)).metrics
-    assert got["mismatch_max"] < 1e-5
+    assert got["mismatch_max"] < NOISE
     assert got["mismatch_swapped_max"] == pytest.approx(0.5, abs=1e-4)
     assert got["swapped_tokens"] == len(drawn) - 1
     assert got["on_policy_tokens"] == batch.mask.sum() - len(drawn)
@@ -187,7 +189,7 @@ def test_parameters_handed_out_stay_as_they_were(fresh: PolicyTrainer, batch: Tr
 def test_ratio_is_one_at_each_samples_temperature(config: DecoderConfig, params: Params, fresh: PolicyTrainer) -> None:
     mixed = standard_batch(config, params, temperature=[0.6, 1.0, 1.3] * 4)
     report = fresh.train(mixed)
-    assert report.metrics["mismatch_max"] < 1e-5
+    assert report.metrics["mismatch_max"] < NOISE
     assert report.metrics["is_weight_mean"] == pytest.approx(1.0, abs=1e-5)
 
 
@@ -197,7 +199,7 @@ def test_ratio_is_one_when_turns_of_a_sample_differ_in_temperature(
     standard = standard_batch(config, params)
     turns = np.where(np.arange(len(standard.mask)) % 2, np.float32(0.5), np.float32(1.4))
     report = fresh.train(sampled_by(config, params, replace(standard, temperature=turns)))
-    assert report.metrics["mismatch_max"] < 1e-5
+    assert report.metrics["mismatch_max"] < NOISE
     assert report.metrics["is_weight_mean"] == pytest.approx(1.0, abs=1e-5)
 
 
@@ -214,7 +216,7 @@ def test_greedy_and_filtered_samples_are_compared_by_their_raw_logprobs(
     )
     report = fresh.train(nonsense)
     assert not report.skipped
-    assert report.metrics["mismatch_max"] < 1e-5
+    assert report.metrics["mismatch_max"] < NOISE
     assert report.metrics["on_policy_tokens"] == batch.mask.sum()
 
 
@@ -261,7 +263,7 @@ def test_epochs_and_minibatches(config: DecoderConfig, params: Params, batch: Tr
     assert got["learning_rate"] == pytest.approx(1e-3 * (1 - 3 / 40))
     assert got["ratio_max"] > 1.001  # later updates stand against the policy before the first
     assert got["approx_kl"] > 0
-    assert got["mismatch_max"] < 1e-5  # of the weights that sampled, not of those between updates
+    assert got["mismatch_max"] < NOISE  # of the weights that sampled, not of those between updates
     assert got["on_policy_tokens"] == batch.mask.sum()
 
 
@@ -292,7 +294,7 @@ def test_lora_trains_the_adapter_alone(config: DecoderConfig, params: Params, ba
     assert fingerprint(trainer.policy_params()) == base  # a fresh adapter changes nothing
     start = trainer.state()["trainable"]
     got = trainer.train(batch).metrics
-    assert got["mismatch_max"] < 1e-5
+    assert got["mismatch_max"] < NOISE
     trainer.train(batch)
     assert fingerprint(params) == base
     for new, old in zip(jax.tree.leaves(trainer.trainable), jax.tree.leaves(start), strict=True):
@@ -303,7 +305,7 @@ def test_lora_trains_the_adapter_alone(config: DecoderConfig, params: Params, ba
         np.testing.assert_array_equal(merged[name], params[name])
     by_adapter = trainer.score(batch)
     trained = batch.mask > 0
-    np.testing.assert_allclose(by_adapter[trained], logprobs_alone(config, merged, batch)[trained], atol=1e-5)
+    np.testing.assert_allclose(by_adapter[trained], logprobs_alone(config, merged, batch)[trained], atol=NOISE)
     assert np.abs(by_adapter - batch.logprobs)[trained].max() > 1e-2
 
 
@@ -378,6 +380,6 @@ def test_a_bandit_learns(config: DecoderConfig, params: Params) -> None:
         report = trainer.train(
             replace(batch, logprobs=logprobs, versions=np.where(batch.mask > 0, trainer.version, -1))
         )
-        assert report.metrics.get("mismatch_max", 0.0) < 1e-5
+        assert report.metrics.get("mismatch_max", 0.0) < NOISE
     assert start[np.arange(3), rewarded].max() < 0.25
     assert chances()[np.arange(3), rewarded].min() > 0.9
