@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import asdict
 
-from sqlalchemy import Connection, Row, insert, select, update
+from sqlalchemy import Connection, Row, bindparam, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
 from upweight.server.refusals import Refusal, not_found
@@ -22,21 +22,38 @@ from upweight.server.store.rows import NewSample
 
 IDS_PER_QUERY = 500
 
+# Statements of every upload, made once: making one takes longer than running it.
+_THIS_BATCH = (
+    schema.batches.c.job_id == bindparam("the_job"),
+    schema.batches.c.batch_index == bindparam("the_index"),
+)
+_GET_BATCH = select(schema.batches).where(*_THIS_BATCH)
+_SET_COUNT = (
+    update(schema.batches).where(*_THIS_BATCH).values(sample_count=bindparam("held"), filled_at=bindparam("at"))
+)
+_GET_HASHES = select(schema.samples.c.id, schema.samples.c.content_hash).where(
+    schema.samples.c.job_id == bindparam("the_job"), schema.samples.c.id.in_(bindparam("ids", expanding=True))
+)
+_INSERT_SAMPLES = insert(schema.samples)
+
 
 def get_batch(connection: Connection, job_id: str, index: int) -> Row | None:
-    table = schema.batches
     if not 0 <= index < 2**63:  # what an INTEGER column can hold
         return None
-    return connection.execute(select(table).where(table.c.job_id == job_id, table.c.batch_index == index)).first()
+    return connection.execute(_GET_BATCH, {"the_job": job_id, "the_index": index}).first()
 
 
 def batch_answer(job: Job, batch: Row) -> dict:
     """The batch as it goes over the wire."""
+    return _answer(job, batch.batch_index, batch.sample_count)
+
+
+def _answer(job: Job, index: int, count: int) -> dict:
     return {
         "object": "fine_tuning.batch",
-        "index": batch.batch_index,
-        "status": "filled" if batch.filled_at is not None else "filling",
-        "sample_count": batch.sample_count,
+        "index": index,
+        "status": "filled" if count == job.batch_size else "filling",
+        "sample_count": count,
         "batch_size": job.batch_size,
     }
 
@@ -87,8 +104,9 @@ def add_samples(connection: Connection, job_id: str, project: str, index: int, s
         )
     _insert(connection, job_id, index, new)
     counts.add(connection, job_id, {"accepted": len(new)})
-    _count(connection, job, index, batch.sample_count + len(new))
-    return read_batch(connection, job, index)
+    count = batch.sample_count + len(new)
+    _count(connection, job, index, count)
+    return _answer(job, index, count)
 
 
 def _refuse_if_closed(job: Job) -> None:
@@ -113,27 +131,28 @@ def _new_samples(connection: Connection, job_id: str, samples: list[NewSample]) 
 
 
 def _hashes(connection: Connection, job_id: str, ids: Iterable[str]) -> dict[str, bytes]:
-    table = schema.samples
-    wanted, found = list(dict.fromkeys(ids)), {}
+    wanted = list(dict.fromkeys(ids))
+    found: dict[str, bytes] = {}
     for start in range(0, len(wanted), IDS_PER_QUERY):
         some = wanted[start : start + IDS_PER_QUERY]
-        query = select(table.c.id, table.c.content_hash).where(table.c.job_id == job_id, table.c.id.in_(some))
-        found.update({row.id: row.content_hash for row in connection.execute(query)})
+        found.update(
+            {row.id: row.content_hash for row in connection.execute(_GET_HASHES, {"the_job": job_id, "ids": some})}
+        )
     return found
 
 
 def _insert(connection: Connection, job_id: str, index: int, samples: list[NewSample]) -> None:
     rows = [{"job_id": job_id, "batch_index": index, **asdict(sample)} for sample in samples]
     try:
-        connection.execute(insert(schema.samples), rows)
+        connection.execute(_INSERT_SAMPLES, rows)
     except IntegrityError as error:
         raise Refusal(422, f"a sample cannot be stored: {error.orig}") from error
 
 
 def _count(connection: Connection, job: Job, index: int, count: int) -> None:
-    table, filled = schema.batches, count == job.batch_size
-    this = (table.c.job_id == job.id, table.c.batch_index == index)
-    connection.execute(update(table).where(*this).values(sample_count=count, filled_at=time.time() if filled else None))
+    filled = count == job.batch_size
+    values = {"held": count, "at": time.time() if filled else None}
+    connection.execute(_SET_COUNT, {"the_job": job.id, "the_index": index, **values})
     if filled:
         jobs = schema.jobs
         connection.execute(update(jobs).where(jobs.c.id == job.id).values(filled_batches=jobs.c.filled_batches + 1))

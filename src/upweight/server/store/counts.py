@@ -7,24 +7,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from sqlalchemy import Connection, func, insert, select, update
+from sqlalchemy import Connection, bindparam, func, insert, select, update
 
 from upweight.server.store import schema
 
 # How samples were drawn, whatever became of them.
 APART = ("unmatched", "filtered", "truncated")
 
+_GROW = (
+    update(schema.counts)
+    .where(schema.counts.c.job_id == bindparam("the_job"), schema.counts.c.name == bindparam("the_name"))
+    .values({schema.counts.c["count"]: schema.counts.c["count"] + bindparam("change")})
+)
+
 
 def add(connection: Connection, job_id: str, changes: Mapping[str, int]) -> None:
     """`changes`: name of a count → by how much it grows. The store has one writer, so looking and writing are one step."""
-    table = schema.counts
     for name, change in changes.items():
         if not change:
             continue
-        this = (table.c.job_id == job_id, table.c.name == name)
-        grown = connection.execute(update(table).where(*this).values(count=table.c.count + change))
+        grown = connection.execute(_GROW, {"the_job": job_id, "the_name": name, "change": change})
         if grown.rowcount == 0:
-            connection.execute(insert(table).values(job_id=job_id, name=name, count=change))
+            connection.execute(insert(schema.counts).values(job_id=job_id, name=name, count=change))
 
 
 def read(connection: Connection, job_id: str) -> dict[str, int]:

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, Row, insert, select, update
+from sqlalchemy import Connection, Row, bindparam, insert, select, update
 
 from upweight.server.refusals import Refusal, not_found
 from upweight.server.store import schema
@@ -85,9 +85,12 @@ def create_job(
     return get_job(connection, job_id)
 
 
+_GET_JOB = select(schema.jobs).where(schema.jobs.c.id == bindparam("the_job"))  # made once: it is asked often
+
+
 def get_job(connection: Connection, job_id: str, project: str | None = None) -> Job:
     """The job; Refusal 404 if there is none, or if it belongs to another project than the given one."""
-    row = connection.execute(select(schema.jobs).where(schema.jobs.c.id == job_id)).first()
+    row = connection.execute(_GET_JOB, {"the_job": job_id}).first()
     if row is None or (project is not None and row.project != project):
         raise not_found("job", job_id)
     return _job(row)

@@ -10,12 +10,17 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from sqlalchemy import Connection, delete, insert, select
+from sqlalchemy import Connection, bindparam, delete, insert, select
 
 from upweight.server.refusals import Refusal
 from upweight.server.store import schema
 
 KEPT_SECONDS = 48 * 3600.0
+
+_KEEP = insert(schema.repeats)
+_FIND = select(schema.repeats).where(
+    schema.repeats.c.project == bindparam("the_project"), schema.repeats.c.key == bindparam("the_key")
+)
 
 
 def once(
@@ -31,16 +36,14 @@ def once(
     if (known := first_answer(connection, project, key, request_hash)) is not None:
         return known, False
     answer = effect(connection)
-    table = schema.repeats
     row = {"project": project, "key": key, "request_hash": request_hash, "status": 200, "answer": answer}
-    connection.execute(insert(table).values(**row, created_at=time.time()))
+    connection.execute(_KEEP, {**row, "created_at": time.time()})
     return answer, True
 
 
 def first_answer(connection: Connection, project: str, key: str, request_hash: bytes) -> dict[str, Any] | None:
     """What was answered under `key`, None if nothing was. Raises Refusal 422 when it was used for another request."""
-    table = schema.repeats
-    known = connection.execute(select(table).where(table.c.project == project, table.c.key == key)).first()
+    known = connection.execute(_FIND, {"the_project": project, "the_key": key}).first()
     if known is None:
         return None
     if known.request_hash != request_hash:
