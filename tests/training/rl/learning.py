@@ -170,8 +170,8 @@ def learn(method: str, seed: int, steps: int = STEPS, rate: float = 0.02) -> lis
 def stale_config(correction: str) -> GRPOConfig:
     corrected: dict[str, Any] = {
         "none": {},
-        "truncated": {"policy_loss": "cispo", "cispo_max": 2.0},
-        "decoupled": {"is_cap": 5.0},
+        "truncated": {"is_cap": 2.0},
+        "decoupled": {"is_cap": UNBOUNDED},
     }[correction]
     return GRPOConfig.preset("dr_grpo", max_response_length=ANSWER, num_generations=GROUP, **corrected)
 
@@ -179,8 +179,8 @@ def stale_config(correction: str) -> GRPOConfig:
 def learn_stale(correction: str, staleness: int, seed: int, steps: int = STEPS, rate: float = 0.03) -> list[float]:
     """Mean reward of the present policy in each step, with rollouts of the policy of `staleness` steps before; two updates each.
 
-    none: the tokens are taken for the present policy's own. truncated: each token's gradient is weighed by min(π/π_sampler, 2).
-    decoupled: the clip is centred at the policy before the two updates, whose weight against the sampler is at most 5.
+    As a job's `correction`. none: the tokens are taken for the present policy's own. Else the clip is centred at the policy before
+    the two updates, and each token weighs π_before/π_sampler: at most 2 (truncated), or without a bound (decoupled).
     """
     model = Policy(seed)
     optimizer = nnx.Optimizer(model, optax.adam(rate), wrt=nnx.Param)
@@ -199,8 +199,8 @@ def learn_stale(correction: str, staleness: int, seed: int, steps: int = STEPS, 
         for _ in range(2):
             rollout = SequenceRolloutBatch(
                 sequence_batch=batch,
-                old_log_probs=logp if correction == "truncated" else present,
-                sampler_log_probs=logp if correction == "decoupled" else None,
+                old_log_probs=present,
+                sampler_log_probs=None if correction == "none" else logp,
             )
             trainer.train_step(GroupRolloutBatch(rollout=rollout, group_size=GROUP))
         earlier.append(nnx.clone(model))
@@ -225,7 +225,7 @@ def main() -> None:
         print(f"| {method} | {' | '.join(cells)} |", flush=True)
     print(f"\n| correction | {' | '.join(f'staleness {s}' for s in STALENESS)} |\n|---|{'---|' * len(STALENESS)}")
     for correction in CORRECTIONS:
-        ends = [[end(learn_stale(correction, late, seed)) for seed in range(3)] for late in STALENESS]
+        ends = [[end(learn_stale(correction, late, seed)) for seed in SEEDS] for late in STALENESS]
         print(f"| {correction} | {' | '.join(' '.join(f'{x:.2f}' for x in row) for row in ends)} |", flush=True)
 
 
