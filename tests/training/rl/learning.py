@@ -36,6 +36,8 @@ LENGTH = PROMPT + ANSWER
 ENOUGH, STEPS = 0.9, 60
 METHODS = ("reinforce", "ppo", "grpo", "rloo", "dpo")
 STALENESS, CORRECTIONS = (0, 1, 4, 8), ("none", "truncated", "decoupled")
+SEEDS = range(5)  # of the table of staleness
+UNBOUNDED = 1e9
 
 
 class Policy(nnx.Module):

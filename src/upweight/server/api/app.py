@@ -51,7 +51,7 @@ def create_app(settings: Settings, *, resolve_model: ResolveModel | None = None)
         default_response_class=AsciiJSON,
         docs_url=None,
         redoc_url=None,
-        openapi_url=None,
+        openapi_url="/openapi.json",
     )
     errors.install(app)
     for module in (

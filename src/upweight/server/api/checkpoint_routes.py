@@ -11,6 +11,7 @@ from fastapi.responses import FileResponse
 from sqlalchemy import Row
 from starlette.background import BackgroundTask
 
+from upweight.server.api import openapi
 from upweight.server.api.context import JobOf, Parts, PartsOf, parse_json, read_body
 from upweight.server.api.job_answers import checkpoint_answer, checkpoint_version
 from upweight.server.api.paging import DEFAULT_LIMIT, Limit
@@ -61,7 +62,7 @@ async def download(checkpoint_id: str, job: JobOf, parts: PartsOf) -> FileRespon
     return FileResponse(files[0], filename=name, background=BackgroundTask(shutil.rmtree, folder, ignore_errors=True))
 
 
-@router.post("/{checkpoint_id}/promote")
+@router.post("/{checkpoint_id}/promote", openapi_extra=openapi.PROMOTION)
 async def promote(request: Request, checkpoint_id: str, job: JobOf, parts: PartsOf) -> dict[str, Any]:
     """Make a model of the checkpoint. Body: nothing, or {"name": what to call it}."""
     body = await read_body(request)

@@ -23,6 +23,7 @@ from sqlalchemy.exc import OperationalError
 from starlette.types import Receive, Scope, Send
 
 from upweight.errors import StoreError
+from upweight.server.api import openapi
 from upweight.server.api.context import JobOf, Parts, PartsOf, ProjectOf, off_the_loop, parse_json, read_body
 from upweight.server.api.errors import RETRY_AFTER, both_forms, text_of
 from upweight.server.api.model_names import as_of_now, job_for_model
@@ -59,20 +60,20 @@ async def model(name: str, request: Request, job: JobOf, parts: PartsOf) -> Resp
     return await _forward(request, job, parts, "GET", f"/openai/v1/models/{quote(name)}", b"")
 
 
-@router.post(OF_JOB + "/chat/completions")
-@router.post(OF_JOB + "/completions")
-@router.post(OF_JOB + "/messages")
-@router.post(OF_JOB + "/messages/count_tokens")
+@router.post(OF_JOB + "/chat/completions", openapi_extra=openapi.ASKED)
+@router.post(OF_JOB + "/completions", openapi_extra=openapi.ASKED)
+@router.post(OF_JOB + "/messages", openapi_extra=openapi.ASKED)
+@router.post(OF_JOB + "/messages/count_tokens", openapi_extra=openapi.ASKED)
 async def complete_for_job(request: Request, job: JobOf, parts: PartsOf) -> Response:
     parts.contacts.note(job.id, "completion")
     body, asked = await _read(request, parts)
     return await _complete(request, job, parts, "/openai" + request.url.path.rpartition("/openai")[2], body, asked)
 
 
-@router.post("/v1/chat/completions")
-@router.post("/v1/completions")
-@router.post("/v1/messages")
-@router.post("/v1/messages/count_tokens")
+@router.post("/v1/chat/completions", openapi_extra=openapi.ASKED)
+@router.post("/v1/completions", openapi_extra=openapi.ASKED)
+@router.post("/v1/messages", openapi_extra=openapi.ASKED)
+@router.post("/v1/messages/count_tokens", openapi_extra=openapi.ASKED)
 async def complete_for_model(request: Request, parts: PartsOf, project: ProjectOf) -> Response:
     body, asked = await _read(request, parts)
     job = await parts.database.read(lambda c: job_for_model(c, project, asked.get("model")))

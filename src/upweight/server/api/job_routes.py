@@ -8,7 +8,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from upweight.server.api import training_files
+from upweight.server.api import openapi, training_files
 from upweight.server.api.context import (
     JobOf,
     Parts,
@@ -29,7 +29,7 @@ from upweight.server.store import jobs
 router = APIRouter(prefix="/v1/fine_tuning/jobs")
 
 
-@router.post("")
+@router.post("", openapi_extra=openapi.JOB)
 async def create(request: Request, parts: PartsOf, project: ProjectOf) -> dict[str, Any]:
     body = await read_body(request)
     if (first := await answered_before(request, project, body)) is not None:

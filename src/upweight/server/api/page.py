@@ -33,9 +33,10 @@ GET  /v1alpha1/fine_tuning/jobs/{{job_id}}/waiting      what it waits for
 POST /v1/chat/completions, /v1/completions            ask a job's model (OpenAI)
 POST /v1/messages                                     ask a job's model (Anthropic)
 GET  /v1/models, /stats, /metrics                     what is served, and how
+GET  /openapi.json                                    all routes, for programs
 GET  /healthz, /readyz, /health                       health of the process, the store, the engines
 
-A browser shows the same as a page. All routes but this one and health need the header 'Authorization: Bearer <key>'.
+A browser shows the same as a page. All routes but this one, its document and health need the header 'Authorization: Bearer <key>'.
 """
 
 router = APIRouter()

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
 
+from upweight.server.api import openapi
 from upweight.server.api.context import JobOf, PartsOf, ProjectOf, off_the_loop, parse_json, read_body, write_once
 from upweight.server.api.progress import explain, progress
 from upweight.server.api.uploads import parse_upload
@@ -76,7 +77,7 @@ async def get_batch(batch_index: int, job: JobOf, parts: PartsOf) -> dict[str, A
     return await parts.database.read(lambda c: batches.read_batch(c, job, batch_index))
 
 
-@router.post("/batches")
+@router.post("/batches", openapi_extra=openapi.BATCH)
 async def create_batch(request: Request, job: JobOf, parts: PartsOf, project: ProjectOf) -> dict[str, Any]:
     body = await read_body(request)
     index = _index(parse_json(body), "index")
@@ -86,7 +87,7 @@ async def create_batch(request: Request, job: JobOf, parts: PartsOf, project: Pr
     return answer
 
 
-@router.post("/batches/{batch_index}/samples")
+@router.post("/batches/{batch_index}/samples", openapi_extra=openapi.SAMPLES)
 async def submit_samples(
     request: Request, batch_index: int, job: JobOf, parts: PartsOf, project: ProjectOf
 ) -> dict[str, Any]:
@@ -101,7 +102,7 @@ async def submit_samples(
     return answer
 
 
-@router.post("/metrics")
+@router.post("/metrics", openapi_extra=openapi.METRICS)
 async def add_metrics(request: Request, job: JobOf, project: ProjectOf) -> dict[str, Any]:
     body = await read_body(request)
     given = parse_json(body)
