@@ -76,6 +76,8 @@ def compare(case: str, steps: int, peer_python: str | None) -> dict[str, Any]:
         result["times_fewer_cpu_seconds"] = theirs["cpu_seconds"] / ours["cpu_seconds"]
         result["share_of_peak_memory"] = ours["peak_gib"] / theirs["peak_gib"]
         result["share_of_first_step"] = ours["first"]["seconds"] / theirs["first"]["seconds"]
+        compiled = [side["first"]["compile_seconds"] for side in (ours, theirs)]
+        result["share_of_compile_seconds"] = compiled[0] / compiled[1]
     return result
 
 

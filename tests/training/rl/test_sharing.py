@@ -76,7 +76,10 @@ def made(kind: str, config: DecoderConfig, params: Params) -> tuple[Any, Any]:
     return DPOTrainer(model, reference, optimizer, DPOConfig()), PreferenceBatch(*halves)
 
 
-@pytest.mark.parametrize(("kind", "parts"), [("ppo", 1), ("grpo", 2), ("dpo", 1)])
+@pytest.mark.parametrize(
+    ("kind", "parts"),
+    [("grpo", 2), pytest.param("ppo", 1, marks=pytest.mark.soak), pytest.param("dpo", 1, marks=pytest.mark.soak)],
+)
 def test_shared_prompts_change_nothing(kind: str, parts: int, config: DecoderConfig, params: Params) -> None:
     trainer, batch = made(kind, config, params)
     start, results = trainer.state_dict(), []
