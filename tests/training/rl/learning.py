@@ -35,7 +35,7 @@ PROMPTS, GROUP = 8, 8
 LENGTH = PROMPT + ANSWER
 ENOUGH, STEPS = 0.9, 60
 METHODS = ("reinforce", "ppo", "grpo", "rloo", "dpo")
-STALENESS, CORRECTIONS = (0, 1, 4, 8), ("none", "truncated", "decoupled")
+STALENESS, CORRECTIONS = (0, 1, 4, 8), ("none", "clip", "truncated", "decoupled")
 SEEDS = range(5)  # of the table of staleness
 UNBOUNDED = 1e9
 
@@ -172,6 +172,7 @@ def learn(method: str, seed: int, steps: int = STEPS, rate: float = 0.02) -> lis
 def stale_config(correction: str) -> GRPOConfig:
     corrected: dict[str, Any] = {
         "none": {},
+        "clip": {},
         "truncated": {"is_cap": 2.0},
         "decoupled": {"is_cap": UNBOUNDED},
     }[correction]
@@ -181,8 +182,9 @@ def stale_config(correction: str) -> GRPOConfig:
 def learn_stale(correction: str, staleness: int, seed: int, steps: int = STEPS, rate: float = 0.03) -> list[float]:
     """Mean reward of the present policy in each step, with rollouts of the policy of `staleness` steps before; two updates each.
 
-    As a job's `correction`. none: the tokens are taken for the present policy's own. Else the clip is centred at the policy before
-    the two updates, and each token weighs π_before/π_sampler: at most 2 (truncated), or without a bound (decoupled).
+    none: the tokens are taken for the present policy's own. The others are a job's `correction`: with clip (its `none`) the clip is
+    centred at the sampler; else at the policy before the two updates, and each token weighs π_before/π_sampler: at most 2
+    (truncated), or without a bound (decoupled).
     """
     model = Policy(seed)
     optimizer = nnx.Optimizer(model, optax.adam(rate), wrt=nnx.Param)
@@ -201,8 +203,8 @@ def learn_stale(correction: str, staleness: int, seed: int, steps: int = STEPS, 
         for _ in range(2):
             rollout = SequenceRolloutBatch(
                 sequence_batch=batch,
-                old_log_probs=present,
-                sampler_log_probs=None if correction == "none" else logp,
+                old_log_probs=logp if correction == "clip" else present,
+                sampler_log_probs=logp if correction in ("truncated", "decoupled") else None,
             )
             trainer.train_step(GroupRolloutBatch(rollout=rollout, group_size=GROUP))
         earlier.append(nnx.clone(model))

@@ -12,7 +12,7 @@ from flax import nnx
 
 from tests.training.rl import small, trainers
 from tests.training.rl.learning import METHODS as STUDIED
-from tests.training.rl.learning import end, first_enough, learn, learn_stale
+from tests.training.rl.learning import SEEDS, STALENESS, end, first_enough, learn, learn_stale
 from tests.training.rl.small import Policy
 from upweight.training.rl import (
     DPOConfig,
@@ -131,12 +131,13 @@ def test_other_seeds_learn(name: str, seed: int) -> None:
 @pytest.mark.soak
 def test_stale_rollouts_need_a_correction() -> None:
     def mean_end(correction: str, staleness: int) -> float:
-        return float(np.mean([end(learn_stale(correction, staleness, seed)) for seed in range(3)]))
+        return float(np.mean([end(learn_stale(correction, staleness, seed)) for seed in SEEDS]))
 
-    assert mean_end("none", 0) > 0.95
-    assert mean_end("none", 8) < 0.9
-    assert mean_end("truncated", 8) > 0.95
-    assert mean_end("decoupled", 8) > 0.95
+    plain = [mean_end("none", staleness) for staleness in STALENESS]
+    assert min(plain[:2]) > 0.95  # 0 and 1 step old
+    assert max(plain[2:]) < 0.94  # 4 and 8
+    for correction in ("truncated", "decoupled"):
+        assert min(mean_end(correction, staleness) for staleness in STALENESS) > 0.95
 
 
 @pytest.mark.soak
