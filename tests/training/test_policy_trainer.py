@@ -13,6 +13,7 @@ from upweight.models.config import DecoderConfig
 from upweight.models.layers import Params
 from upweight.models.lora import merge
 from upweight.ops.samples import TrainBatch
+from upweight.training.batch_metrics import behaviour_logprobs
 from upweight.training.policy_trainer import PolicyTrainer
 from upweight.training.settings import PRESETS, LoraSettings, PolicySettings
 from upweight.weights.fingerprint import fingerprint
@@ -218,6 +219,18 @@ def test_greedy_and_filtered_samples_are_compared_by_their_raw_logprobs(
     assert not report.skipped
     assert report.metrics["mismatch_max"] < NOISE
     assert report.metrics["on_policy_tokens"] == batch.mask.sum()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_a_filtered_sample_is_corrected_whatever_its_temperature(batch: TrainBatch, temperature: float) -> None:
+    whole = np.where(batch.mask > 0, np.float32(-2.0), np.nan).astype(np.float32)
+    odd = replace(
+        batch,
+        filtered=np.ones_like(batch.mask),
+        temperature=np.full(len(batch.mask), temperature, np.float32),
+        raw_logprobs=whole,
+    )
+    np.testing.assert_array_equal(behaviour_logprobs(odd), whole)
 
 
 def off_policy(batch: TrainBatch, shift: float) -> TrainBatch:

@@ -49,7 +49,7 @@ STORE_PAUSE = 5.0  # seconds
 DISK_FULL = os.strerror(errno.ENOSPC)
 
 ODD_SAMPLES = {
-    "filtered": "samples drawn with top-k, top-p, min-p, penalties or greedily are trained against raw log-probabilities",
+    "filtered": "samples drawn with top-k, top-p, min-p, penalties or greedily are trained against log-probabilities of the whole vocabulary",
     "unmatched": "samples that match no completion of this server are trained with the log-probabilities they bring",
     "masked": "samples without a token to train are left out: an empty mask, or an answer that the length limit cut",
     "stale": "samples are left out because the policy is too far from the one that drew them (correction masked)",
