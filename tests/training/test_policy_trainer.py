@@ -248,7 +248,7 @@ def test_truncated_correction_weighs_by_trainer_over_sampler_up_to_the_cap(
         norms[shift] = got["grad_norm"]
         assert got["grad_norm"] == pytest.approx(norms[0.0] * weight, rel=1e-4)
         assert got["loss"] == pytest.approx(-weight * float(batch.reward.mean()), rel=1e-4)
-        assert got["is_weight_mean"] == pytest.approx(math.exp(-shift), rel=1e-4)
+        assert got["is_weight_mean"] == pytest.approx(weight, rel=1e-4)
         assert got["ratio_max"] == 1.0  # the clip is centred on the policy before the update
 
 
@@ -261,6 +261,7 @@ def test_without_correction_the_clip_is_centred_on_the_sampler(
     assert got["ratio_mean"] == pytest.approx(ratio, rel=1e-5)
     assert got["clip_fraction_high"] == 1.0
     assert got["clip_fraction_low"] == 0.0
+    assert "is_weight_mean" not in got
     good = batch.reward > 0
     want = -(1.2 * batch.reward[good].sum() + ratio * batch.reward[~good].sum()) / 12
     assert got["loss"] == pytest.approx(float(want), rel=1e-4)
