@@ -34,7 +34,7 @@ from upweight.server.store.database import Database
 from upweight.server.store.jobs import Job
 from upweight.server.supervision import checkpoints
 from upweight.server.supervision.gate import Gate
-from upweight.server.supervision.memory import microbatch_tokens
+from upweight.server.supervision.memory import keeps_start, microbatch_tokens
 from upweight.server.supervision.orders import Order, next_order
 from upweight.server.supervision.worker_process import WorkerDied, WorkerProcess, WorkerRefused, start_worker
 from upweight.server.worker_protocol import (
@@ -157,9 +157,8 @@ class JobRunner:
     async def _fix_microbatch(self, job: Job) -> Job:
         """Chosen once and stored, so that a replay on another day sums its gradients in the same order."""
         free, lora = psutil.virtual_memory().available, job.settings["lora"] is not None
-        tokens = await asyncio.to_thread(
-            microbatch_tokens, free, Path(job.model_path), lora=lora, keeps_start=job.method_type == "dpo"
-        )
+        start = keeps_start(job.method_type, job.settings)
+        tokens = await asyncio.to_thread(microbatch_tokens, free, Path(job.model_path), lora=lora, keeps_start=start)
         fixed = {**job.settings, "microbatch_tokens": tokens}
         await self.database.write(lambda c: jobs.set_fields(c, self.job_id, settings=fixed))
         return await self._job()
