@@ -128,6 +128,11 @@ def test_ppo_has_a_critic_whose_defaults_are_frozen() -> None:
         ({"correction": "none", "is_cap": 3.0}, ["is_cap = 3.0 has no effect with correction 'none'", "'truncated'"]),
         ({"correction": "decoupled", "is_cap": 1.0}, ["is_cap = 1.0 has no effect with correction 'decoupled'"]),
         ({"kl_estimator": "k3"}, ["kl_estimator = 'k3' has no effect with beta = 0"]),
+        ({"batch_size": 1, "advantage": "group"}, ["batch_size = 1 with advantage 'group'", "size of a group or more"]),
+        (
+            {"batch_size": 1, "algorithm": "reinforce_pp_baseline", "advantage": "reward"},
+            ["batch_size = 1 with advantage 'reward'"],
+        ),
         ({"dual_clip": 1.0}, ["dual_clip = 1.0", "greater than 1"]),
     ],
 )

@@ -132,6 +132,11 @@ class Reinforcement(Strict):
             raise ValueError(f"critic belongs to algorithm 'ppo', not {self.algorithm!r}; leave it out")
         if self.minibatch_size is not None and self.minibatch_size > self.batch_size:
             raise ValueError(f"minibatch_size = {self.minibatch_size} exceeds batch_size = {self.batch_size}")
+        if self.batch_size == 1 and needs_task(self.model_dump(include={"algorithm", "advantage"})):
+            raise ValueError(
+                f"batch_size = 1 with advantage {self.advantage!r} of algorithm {self.algorithm!r} leaves nothing to compare"
+                " a sample with; use the size of a group or more"
+            )
         self._has_effect()
         return self
 

@@ -51,6 +51,7 @@ DISK_FULL = os.strerror(errno.ENOSPC)
 ODD_SAMPLES = {
     "filtered": "samples drawn with top-k, top-p, min-p, penalties or greedily are trained against log-probabilities of the whole vocabulary",
     "unmatched": "samples that match no completion of this server are trained with the log-probabilities they bring",
+    "lone": "samples are the only ones of their task: nothing to compare them with, so they teach nothing",
     "masked": "samples without a token to train are left out: an empty mask, or an answer that the length limit cut",
     "stale": "samples are left out because the policy is too far from the one that drew them (correction masked)",
     "refused": "samples longer than the model's context or with ids outside its vocabulary are left out",
@@ -263,6 +264,7 @@ class JobRunner:
     async def _tell_odd_samples(self, order: Order, fates: Sequence[str]) -> None:
         """One event per job for each kind of sample that is trained on less than it might be, or not at all."""
         odd = [kind for kind in ("filtered", "unmatched") if order.metrics.get(kind, 0) > 0]
+        odd += ["lone"] if order.nothing_to_compare else []
         for kind in [*odd, *(fate for fate in ODD_SAMPLES if fate in fates)]:
             text = ODD_SAMPLES[kind]
             await self.database.write(partial(jobs.add_event_once, job_id=self.job_id, message=text, level="warn"))
