@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,8 @@ def test_a_conversation_of_two_turns_is_joined_turn_by_turn(database: Database) 
     np.testing.assert_array_equal(batch.raw_logprobs[2:4], np.float32([-1.1, -1.2]))
     assert np.isnan(batch.raw_logprobs[[0, 1, 4, 5, 6, 7, 11]]).all()
     assert built.metrics["unmatched"] == 2.0
+    page = (Path(__file__).parents[2] / "docs" / "trainers.md").read_text()
+    assert built.metrics.keys() <= set(re.findall(r"`(\w+)`", page))
     assert built.metrics["filtered"] == 1.0
     assert built.metrics["reward_mean"] == 3.0
     assert built.metrics["staleness_max"] == -1.0  # version 0 in batch 0

@@ -1,7 +1,9 @@
 """The trainer as a whole, in numbers: what an update does, and what leaves everything as it was."""
 
 import math
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -20,6 +22,7 @@ from upweight.weights.fingerprint import fingerprint
 
 # Of log-probs in float32: XLA adds in other orders in other programs, more so when it does not optimise.
 NOISE = 3e-5
+METRICS_TOLD = set(re.findall(r"`(\w+)`", (Path(__file__).parents[2] / "docs" / "trainers.md").read_text()))
 PLAIN = PolicySettings(learning_rate=1e-3)
 LORA = LoraSettings(rank=4, alpha=8)
 
@@ -83,6 +86,7 @@ def test_first_report(fresh: PolicyTrainer, batch: TrainBatch) -> None:
     assert got["learning_rate"] == pytest.approx(1e-3)
     assert got["grad_norm"] > 0
     assert "kl" not in got
+    assert got.keys() <= METRICS_TOLD
     assert "entropy" not in got
 
 
