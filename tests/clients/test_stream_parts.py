@@ -24,7 +24,7 @@ TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": CITY
 DRAWN: dict[str, Any] = {"max_tokens": 40, "temperature": 1, "seed": 7, "return_token_ids": True, "ignore_eos": True}
 TEXT: dict[str, Any] = {**DRAWN, "prompt": "One two three", "logprobs": 0}
 CHAT: dict[str, Any] = {**DRAWN, "messages": [{"role": "user", "content": "Go on"}], "logprobs": True}
-LISTS = ("token_ids", "raw_logprobs", "token_inference_versions", "prompt_token_ids")
+LISTS = ("token_ids", "raw_logprobs", "tempered_logprobs", "token_inference_versions", "prompt_token_ids")
 
 
 def joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
@@ -95,6 +95,7 @@ def compare(body: dict[str, Any], answer: httpx.Response, stream: bytes) -> list
         ("completions", {**TEXT, "echo": True, "logprobs": None}),
         ("completions", {**TEXT, "echo": True, "max_tokens": 0}),
         ("completions", {**TEXT, "logprobs": None}),
+        ("completions", {**TEXT, "temperature": 0.7, "top_p": 0.9}),
         ("completions", {**TEXT, "prompt": [[8, 9], [5, 6, 7]], "n": 2}),
         ("completions", {**TEXT, "stop": ["e", "in", "th"], "n": 4}),
         ("completions", {**TEXT, "ignore_eos": False, "logit_bias": {"2": 4}}),
@@ -114,6 +115,8 @@ def test_a_stream_joined_is_the_answer(served: Served, path: str, body: dict[str
     for parts in compare(body, answer, stream):
         told = [part["token_ids"] for part in parts if part.get("token_ids")]
         assert len(told) >= sum(map(len, told)) / 4 or "tools" in body
+    third = {"tempered_logprobs" in choice for choice in answer.json()["choices"]}
+    assert third == {body["temperature"] != 1}
 
 
 def test_each_piece_of_text_is_that_of_its_tokens(served: Served) -> None:

@@ -63,6 +63,8 @@ def test_temperature_and_filters_report_the_distribution_drawn_from(model: Loade
             assert token in nucleus
             assert output.logprobs[step] == pytest.approx(np.log(p[token] / p[nucleus].sum()), abs=3e-5)
             assert output.raw_logprobs[step] == pytest.approx(raw[step, token], abs=2e-5)
+            whole = scaled[token] - np.log(np.exp(scaled).sum())
+            assert output.tempered_logprobs[step] == pytest.approx(whole, abs=3e-5)
 
 
 def test_greedy_ignores_filters_and_batch_mates(model: LoadedModel, engine: Engine) -> None:
@@ -72,6 +74,7 @@ def test_greedy_ignores_filters_and_batch_mates(model: LoadedModel, engine: Engi
     mixed = answers_to(engine, [*PROMPTS[1:], PROMPTS[0]], [*noisy, SamplingParams(**{**vars(greedy), "top_k": 3})])[3]
     assert mixed.token_ids == alone.token_ids
     assert mixed.logprobs == mixed.raw_logprobs
+    assert mixed.tempered_logprobs == []  # told only where it is a third number
     assert alone.token_ids == full_logprobs(model, PROMPTS[0], alone.token_ids).argmax(-1).tolist()
 
 

@@ -92,6 +92,8 @@ def test_draws_follow_the_reported_distribution(given: dict[str, float]) -> None
     np.testing.assert_allclose(np.asarray(out.logprob), np.log(p[tokens]), atol=1e-5)
     raw = logits.astype(np.float64) - np.log(np.exp(logits.astype(np.float64)).sum())
     np.testing.assert_allclose(np.asarray(out.raw_logprob), raw[tokens], atol=1e-5)
+    tempered = x - np.log(np.exp(x).sum())
+    np.testing.assert_allclose(np.asarray(out.tempered_logprob), tempered[tokens], atol=1e-5)
 
 
 def test_a_token_of_no_probability_is_never_drawn() -> None:
@@ -120,6 +122,7 @@ def test_greedy_takes_the_lowest_of_equal_ids_and_reports_the_raw_value() -> Non
     assert np.asarray(out.token).tolist() == [5, 5]
     np.testing.assert_allclose(out.logprob, expected, atol=1e-5)
     np.testing.assert_allclose(out.raw_logprob, expected, atol=1e-5)
+    np.testing.assert_allclose(out.tempered_logprob, expected, atol=1e-5)
 
 
 def changes(**given: object) -> Adjustments:
@@ -157,7 +160,9 @@ def test_bias_comes_before_the_repetition_penalty_and_both_before_temperature() 
     out = draw(logits, inputs(1, temperature=0.5), given, filtered=False)
     expected = logprobs_of([(2.0 + 1.0) / 2 / 0.5, (1.0 - 3.0) * 2 / 0.5, -0.5 * 2 / 0.5, -1.0 / 0.5])
     assert float(out.logprob[0]) == pytest.approx(expected[int(out.token[0])], abs=1e-6)
-    assert float(out.raw_logprob[0]) == pytest.approx(logprobs_of([2.0, 1.0, -0.5, -1.0])[int(out.token[0])], abs=1e-6)
+    drawn = int(out.token[0])
+    assert float(out.raw_logprob[0]) == pytest.approx(logprobs_of([2.0, 1.0, -0.5, -1.0])[drawn], abs=1e-6)
+    assert float(out.tempered_logprob[0]) == pytest.approx(logprobs_of([4.0, 2.0, -1.0, -2.0])[drawn], abs=1e-6)
 
 
 def test_only_allowed_tokens_are_drawn() -> None:

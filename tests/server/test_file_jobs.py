@@ -13,6 +13,7 @@ from server_harness import KEY, Running, Start, sample
 from upweight.api_client import TokenFactory
 from upweight.api_client.models.fine_tuning import SupervisedHParameters
 from upweight.server.file_methods import Dpo, Supervised, parse_file_method
+from upweight.server.methods import LARGEST
 from upweight.server.refusals import Refusal
 
 ROWS = [{"messages": [{"role": "user", "content": f"{i}"}, {"role": "assistant", "content": "b"}]} for i in range(5)]
@@ -118,6 +119,14 @@ def test_refusals_name_field_value_and_remedy(kind: str, hyperparameters: dict[s
 def test_other_method_objects_are_refused(given: dict[str, Any], word: str) -> None:
     with pytest.raises(Refusal, match=word):
         parse_file_method(given, None)
+
+
+def test_more_batches_than_can_be_counted_are_refused() -> None:
+    most = parse_file_method(method("dpo", batch_size=1, n_epochs=LARGEST), None)
+    assert most.settings(1)["num_batches"] == LARGEST
+    with pytest.raises(Refusal, match=f"n_epochs = {LARGEST} makes {3 * LARGEST} batches of 3 rows") as refused:
+        most.settings(3)
+    assert refused.value.status == 422
 
 
 def test_settings_of_a_job_say_all_that_it_trains_with() -> None:

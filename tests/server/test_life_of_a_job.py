@@ -33,6 +33,21 @@ def test_a_job_is_trained_batch_by_batch_and_succeeds(start: Start) -> None:
     assert "model loaded: version 0 is served" in events
 
 
+def test_groups_of_one_are_told_once_by_a_job_that_compares_groups(start: Start) -> None:
+    server = start()
+    told = []
+    for advantage in ("group", "given"):
+        job = server.create_job(advantage=advantage, num_batches=3)
+        for index in range(2):
+            assert server.http.post(server.rl(job, "batches"), json={"index": index}).status_code == 200
+            alone = [sample(f"{index}-{i}", debug_info={"task_id": f"{index}-{i}"}) for i in range(2)]
+            assert server.upload(job, index, alone).status_code == 200
+        server.fill(job, 2)
+        server.wait_status(job, "succeeded")
+        told.append(sum("the only ones of their task" in message for message in server.events(job)))
+    assert told == [1, 0]
+
+
 def test_prometheus_reads_the_numbers_of_jobs_and_engines(start: Start) -> None:
     from prometheus_client.parser import text_string_to_metric_families
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from server_harness import Start
 
-from upweight.server.supervision.memory import microbatch_tokens
+from upweight.server.supervision.memory import keeps_start, microbatch_tokens
 
 GB = 10**9
 
@@ -36,6 +36,14 @@ def test_a_start_model_that_is_kept_takes_room_too(tmp_path: Path) -> None:
     kept = [microbatch_tokens(7 * GB, tmp_path, lora=lora, keeps_start=True) for lora in (False, True)]
     assert kept == [2048, 4096]  # (4.9 − 3.0) GB / 512 KiB = 3623; an adapter's base is the start model
     assert microbatch_tokens(7 * GB, tmp_path, lora=False) == 4096  # (4.9 − 2.5) GB / 512 KiB = 4577
+
+
+def test_the_start_model_counts_where_a_trainer_keeps_it() -> None:
+    assert keeps_start("reinforcement", {"beta": 0.1, "algorithm": "ppo"})
+    assert keeps_start("dpo", {"beta": 0.1, "loss_type": "ipo"})
+    assert not keeps_start("reinforcement", {"beta": 0.0})
+    assert not keeps_start("dpo", {"beta": 0.1, "loss_type": "simpo"})  # needs no reference
+    assert not keeps_start("supervised", {})
 
 
 def test_the_choice_is_stored_with_the_job(start: Start) -> None:

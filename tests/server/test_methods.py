@@ -125,6 +125,14 @@ def test_ppo_has_a_critic_whose_defaults_are_frozen() -> None:
         ({"algorithm": "cispo", "clip_high": 0.3}, ["clip_high = 0.3 has no effect with algorithm 'cispo'"]),
         ({"algorithm": "rloo", "beta": 0.1}, ["beta = 0.1 with kl_estimator 'k1'", "use kl_estimator 'k2' or 'k3'"]),
         ({"lr_schedule": "linear"}, ["lr_schedule = 'linear' needs num_batches"]),
+        ({"correction": "none", "is_cap": 3.0}, ["is_cap = 3.0 has no effect with correction 'none'", "'truncated'"]),
+        ({"correction": "decoupled", "is_cap": 1.0}, ["is_cap = 1.0 has no effect with correction 'decoupled'"]),
+        ({"kl_estimator": "k3"}, ["kl_estimator = 'k3' has no effect with beta = 0"]),
+        ({"batch_size": 1, "advantage": "group"}, ["batch_size = 1 with advantage 'group'", "size of a group or more"]),
+        (
+            {"batch_size": 1, "algorithm": "reinforce_pp_baseline", "advantage": "reward"},
+            ["batch_size = 1 with advantage 'reward'"],
+        ),
         ({"dual_clip": 1.0}, ["dual_clip = 1.0", "greater than 1"]),
     ],
 )
@@ -191,6 +199,7 @@ def test_every_key_reaches_the_trainer() -> None:
     assert keys == ACCEPTED.keys() | READ_ELSEWHERE
     for key, value in ACCEPTED.items():
         start = {"num_batches": 9, "algorithm": "ppo" if key == "critic" else "grpo"}
+        start |= {"beta": 0.1} if key == "kl_estimator" else {}
         plain = PolicySettings.from_method(parse(**start).model_dump(mode="json"))
         accepted = parse(**{**start, key: value}).model_dump(mode="json")
         settings = PolicySettings.from_method(accepted)

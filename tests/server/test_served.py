@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
 import pytest
 
-from upweight.server.api.served import sampling_of, served_of
+from upweight.server.api.served import StreamReader, sampling_of, served_of
 
 FORM = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
 NAMED = {"type": "function", "function": {"name": "f"}}
@@ -31,6 +32,35 @@ NAMED = {"type": "function", "function": {"name": "f"}}
 )
 def test_what_changes_the_distribution_is_known(request_: dict[str, Any], filtered: bool) -> None:
     assert sampling_of(request_)[1] is filtered
+
+
+def test_a_filtered_answer_is_remembered_by_the_whole_distribution_at_its_temperature() -> None:
+    choice = {
+        "token_ids": [21, 2],
+        "raw_logprobs": [-0.5, -0.6],
+        "tempered_logprobs": [-0.3, -0.4],
+        "logprobs": {"tokens": ["token_id:21", "token_id:2"], "token_logprobs": [-0.1, -0.2]},
+    }
+    answer = {"prompt_token_ids": [1, 3], "inference_version": 0, "choices": [choice]}
+    for request, wanted in (
+        ({"top_p": 0.9, "temperature": 0.7}, [-0.3, -0.4]),
+        ({"top_p": 0.9}, [-0.5, -0.6]),
+        ({"temperature": 0}, [-0.5, -0.6]),
+        ({"temperature": 0.7}, [-0.5, -0.6]),  # never read: its own are those of the whole distribution
+    ):
+        (served,) = served_of(request, answer)
+        assert np.frombuffer(served.raw_logprobs or b"", "<f4").tolist() == pytest.approx(wanted)
+
+
+def test_a_streamed_answer_keeps_its_log_probs_at_its_temperature() -> None:
+    reader = StreamReader()
+    parts = [
+        {"token_ids": [21], "tempered_logprobs": [-0.3]},
+        {"token_ids": [2], "tempered_logprobs": [-0.4], "finish_reason": "stop"},
+    ]
+    told = [reader.take(b"data: " + json.dumps({"choices": [part]}).encode()) for part in parts]
+    assert told[0] == []
+    assert told[1][0]["tempered_logprobs"] == [-0.3, -0.4]
 
 
 def test_the_values_of_an_echoed_prompt_are_left_out() -> None:

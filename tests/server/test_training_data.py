@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,7 @@ def build(database: Database, job: str) -> BuiltBatch:
 def test_a_conversation_of_two_turns_is_joined_turn_by_turn(database: Database) -> None:
     job = start_job(database, 3)
     request = {"temperature": 0.5, "top_p": 0.9}
-    serve(database, job, request, answer([1, 2], [3, 4], [-0.1, -0.2], 0, raw_logprobs=[-1.1, -1.2]))
+    serve(database, job, request, answer([1, 2], [3, 4], [-0.1, -0.2], 0, tempered_logprobs=[-1.1, -1.2]))
     serve(
         database,
         job,
@@ -83,6 +84,8 @@ def test_a_conversation_of_two_turns_is_joined_turn_by_turn(database: Database) 
     np.testing.assert_array_equal(batch.raw_logprobs[2:4], np.float32([-1.1, -1.2]))
     assert np.isnan(batch.raw_logprobs[[0, 1, 4, 5, 6, 7, 11]]).all()
     assert built.metrics["unmatched"] == 2.0
+    page = (Path(__file__).parents[2] / "docs" / "trainers.md").read_text()
+    assert built.metrics.keys() <= set(re.findall(r"`(\w+)`", page))
     assert built.metrics["filtered"] == 1.0
     assert built.metrics["reward_mean"] == 3.0
     assert built.metrics["staleness_max"] == -1.0  # version 0 in batch 0
@@ -116,11 +119,14 @@ def test_a_group_that_straddles_two_batches_is_whole_in_its_statistics(database:
         database.submit(lambda c, i=index: batches.create_batch(c, jobs.get_job(c, job), i)).result()
         database.submit(lambda c, i=index, s=sample: batches.add_samples(c, job, "p", i, [s])).result()
         if id == "b":
-            first = build(database, job).batch
+            built = build(database, job)
+            first = built.batch
     assert len(first.peer_reward) == 0  # nothing else was stored when it was first built …
     assert len(build(database, job).batch.peer_reward) == 0  # … and a replay sees no more
     database.submit(lambda c: join_batch(c, job, 1, max_tokens=4)).result()
-    second = database.read_now(lambda c: build_batch(c, job, 1)).batch
+    later = database.read_now(lambda c: build_batch(c, job, 1))
+    assert (built.only_lone_samples, later.only_lone_samples) == (True, False)  # "c" has a peer in the batch before
+    second = later.batch
     assert (second.group.tolist(), second.reward.tolist()) == ([0, 1], [-2.0, 3.0])
     assert (second.peer_group.tolist(), second.peer_reward.tolist()) == ([0], [0.0])
     back = decode_batch(encode_batch(second))

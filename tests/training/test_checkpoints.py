@@ -16,8 +16,9 @@ from batch_makers import standard_batch
 from upweight.errors import TrainingError
 from upweight.models.config import DecoderConfig
 from upweight.models.layers import Params
-from upweight.training.checkpoints import load_checkpoint, newest_checkpoint, prune_checkpoints, save_checkpoint
+from upweight.training.checkpoints import load_checkpoint, newest_checkpoint, save_checkpoint
 from upweight.training.policy_trainer import PolicyTrainer
+from upweight.training.saved_folders import prune
 from upweight.training.settings import LoraSettings, PolicySettings
 from upweight.weights.fingerprint import fingerprint
 
@@ -68,7 +69,7 @@ def test_a_save_cut_short_is_never_picked(trainer: PolicyTrainer, tmp_path: Path
     assert newest_checkpoint(tmp_path) == whole
     with pytest.raises(TrainingError, match="is no complete checkpoint"):
         load_checkpoint(partial, trainer)
-    prune_checkpoints(tmp_path, keep=3)
+    prune(tmp_path, "version", keep=3)
     assert [path.name for path in tmp_path.iterdir()] == ["version-000007"]
 
 
@@ -77,7 +78,7 @@ def test_the_newest_stay_and_a_version_can_be_saved_again(trainer: PolicyTrainer
         trainer.version = version
         save_checkpoint(tmp_path, trainer)
     assert newest_checkpoint(tmp_path) == tmp_path / "version-1000000"
-    gone = prune_checkpoints(tmp_path, keep=2)
+    gone = prune(tmp_path, "version", keep=2)
     assert {path.name for path in gone} == {"version-000002", "version-000009"}
     assert {path.name for path in tmp_path.iterdir()} == {"version-000010", "version-1000000"}
     trainer.updates = 5
@@ -85,7 +86,7 @@ def test_the_newest_stay_and_a_version_can_be_saved_again(trainer: PolicyTrainer
     trainer.updates = 0
     load_checkpoint(again, trainer)
     assert trainer.updates == 5
-    prune_checkpoints(tmp_path, keep=0)
+    prune(tmp_path, "version", keep=0)
     assert newest_checkpoint(tmp_path) == again
 
 
@@ -143,5 +144,5 @@ def test_a_killed_writer_leaves_whole_checkpoints_only(seed: int, tmp_path: Path
         if path.suffix == "":
             load_checkpoint(path, trainer)
             assert name(trainer) == start
-    prune_checkpoints(tmp_path, keep=1)
+    prune(tmp_path, "version", keep=1)
     assert [path.name for path in tmp_path.iterdir()] == [newest.name]

@@ -294,8 +294,8 @@ def check_case(config: DecoderConfig, params: Params, monkeypatch: pytest.Monkey
 
 
 MUTATIONS: list[tuple[ModuleType, str, str, str]] = [
-    (policy_step, "per_token * jnp.minimum(off, settings.is_cap)", "per_token * off", "reinforce_pp_baseline"),
-    (policy_step, "per_token = per_token * off\n", "per_token = per_token * jnp.minimum(off, 2.0)\n", "reinforce"),
+    (policy_step, 'settings.is_cap if settings.correction == "truncated" else None', "None", "reinforce_pp_baseline"),
+    (policy_step, 'settings.is_cap if settings.correction == "truncated" else None', "2.0", "reinforce"),
     (policy_step, 'behaviour if settings.correction == "none" else old', "old", "ppo"),
     (policy_step, "per_token + settings.beta * kl", "per_token - settings.beta * kl", "exact KL"),
     (policy_step, "jnp.sum(squared_error(*kept))", "0.5 * jnp.sum(squared_error(*kept))", "ppo"),

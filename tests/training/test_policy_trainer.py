@@ -1,7 +1,9 @@
 """The trainer as a whole, in numbers: what an update does, and what leaves everything as it was."""
 
 import math
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -13,12 +15,14 @@ from upweight.models.config import DecoderConfig
 from upweight.models.layers import Params
 from upweight.models.lora import merge
 from upweight.ops.samples import TrainBatch
+from upweight.training.batch_metrics import behaviour_logprobs
 from upweight.training.policy_trainer import PolicyTrainer
 from upweight.training.settings import PRESETS, LoraSettings, PolicySettings
 from upweight.weights.fingerprint import fingerprint
 
 # Of log-probs in float32: XLA adds in other orders in other programs, more so when it does not optimise.
 NOISE = 3e-5
+METRICS_TOLD = set(re.findall(r"`(\w+)`", (Path(__file__).parents[2] / "docs" / "trainers.md").read_text()))
 PLAIN = PolicySettings(learning_rate=1e-3)
 LORA = LoraSettings(rank=4, alpha=8)
 
@@ -82,6 +86,7 @@ def test_first_report(fresh: PolicyTrainer, batch: TrainBatch) -> None:
     assert got["learning_rate"] == pytest.approx(1e-3)
     assert got["grad_norm"] > 0
     assert "kl" not in got
+    assert got.keys() <= METRICS_TOLD
     assert "entropy" not in got
 
 
@@ -220,6 +225,18 @@ def test_greedy_and_filtered_samples_are_compared_by_their_raw_logprobs(
     assert report.metrics["on_policy_tokens"] == batch.mask.sum()
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_a_filtered_sample_is_corrected_whatever_its_temperature(batch: TrainBatch, temperature: float) -> None:
+    whole = np.where(batch.mask > 0, np.float32(-2.0), np.nan).astype(np.float32)
+    odd = replace(
+        batch,
+        filtered=np.ones_like(batch.mask),
+        temperature=np.full(len(batch.mask), temperature, np.float32),
+        raw_logprobs=whole,
+    )
+    np.testing.assert_array_equal(behaviour_logprobs(odd), whole)
+
+
 def off_policy(batch: TrainBatch, shift: float) -> TrainBatch:
     """The sampler gave every trained token exp(shift) of the present probability."""
     return replace(batch, logprobs=np.where(batch.mask > 0, batch.logprobs + np.float32(shift), 0).astype(np.float32))
@@ -235,7 +252,7 @@ def test_truncated_correction_weighs_by_trainer_over_sampler_up_to_the_cap(
         norms[shift] = got["grad_norm"]
         assert got["grad_norm"] == pytest.approx(norms[0.0] * weight, rel=1e-4)
         assert got["loss"] == pytest.approx(-weight * float(batch.reward.mean()), rel=1e-4)
-        assert got["is_weight_mean"] == pytest.approx(math.exp(-shift), rel=1e-4)
+        assert got["is_weight_mean"] == pytest.approx(weight, rel=1e-4)
         assert got["ratio_max"] == 1.0  # the clip is centred on the policy before the update
 
 
@@ -248,6 +265,7 @@ def test_without_correction_the_clip_is_centred_on_the_sampler(
     assert got["ratio_mean"] == pytest.approx(ratio, rel=1e-5)
     assert got["clip_fraction_high"] == 1.0
     assert got["clip_fraction_low"] == 0.0
+    assert "is_weight_mean" not in got
     good = batch.reward > 0
     want = -(1.2 * batch.reward[good].sum() + ratio * batch.reward[~good].sum()) / 12
     assert got["loss"] == pytest.approx(float(want), rel=1e-4)

@@ -431,6 +431,8 @@ class Engine:
             output.token_ids.append(token)
             output.logprobs.append(drawn.logprobs[at])
             output.raw_logprobs.append(raw)
+            if live.request.params.apart:
+                output.tempered_logprobs.append(drawn.tempered_logprobs[at])
             output.token_versions.append(self.scheduler.version)
             if drawn.best is not None and live.request.params.top_logprobs:
                 output.top_logprobs.append(drawn.best[at])

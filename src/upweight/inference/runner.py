@@ -36,6 +36,7 @@ class Drawn(NamedTuple):
     tokens: list[int]
     logprobs: list[float]
     raw_logprobs: list[float]
+    tempered_logprobs: list[float]
     best: list[list[tuple[int, float]]] | None = None  # likeliest tokens with their log-probs, falling
 
 
@@ -211,7 +212,13 @@ def _taken(drawn: Draw, rows: Sequence[Row], slots: Sequence[int], alternatives:
             [(int(t), float(x)) for t, x in zip(ids[: row.request.params.top_logprobs], values, strict=False)]
             for row, ids, values in zip(rows, host.best_ids[at], host.best_logprobs[at], strict=True)
         ]
-    return Drawn(host.token[at].tolist(), host.logprob[at].tolist(), host.raw_logprob[at].tolist(), best)
+    return Drawn(
+        tokens=host.token[at].tolist(),
+        logprobs=host.logprob[at].tolist(),
+        raw_logprobs=host.raw_logprob[at].tolist(),
+        tempered_logprobs=host.tempered_logprob[at].tolist(),
+        best=best,
+    )
 
 
 def _round_up(n: int, sizes: Sequence[int]) -> int:

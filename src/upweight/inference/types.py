@@ -66,6 +66,11 @@ class SamplingParams:
         """Whether anything beside temperature and filters changes the distribution."""
         return self.penalised or self.min_tokens > 0 or bool(self.logit_bias) or self.constraint is not None
 
+    @property
+    def apart(self) -> bool:
+        """Whether the model's own distribution at this temperature is neither the raw one nor the one drawn from."""
+        return self.temperature not in (0.0, 1.0) and (self.filtered or self.adjusted)
+
 
 @dataclass(kw_only=True)
 class SampledTokens:
@@ -74,6 +79,9 @@ class SampledTokens:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     raw_logprobs: list[float] = field(default_factory=list)
+    tempered_logprobs: list[float] = field(
+        default_factory=list
+    )  # log_softmax(logits / T); only where params are `apart`
     token_versions: list[int] = field(default_factory=list)
     top_logprobs: list[list[tuple[int, float]]] = field(
         default_factory=list

@@ -171,6 +171,15 @@ LOSSES: dict[str, Loss] = {
     "cispo": cispo,
     "reinforce": reinforce,
 }
+# Whose ratio a loss takes; `reinforce` has none.
+RATIO_LEVELS = {
+    "clip": "token",
+    "clip_sequence": "sequence",
+    "clip_sequence_sum": "sequence_sum",
+    "clip_sequence_term": "sequence_sum",
+    "cispo": "token",
+}
+CLIPPED = RATIO_LEVELS.keys() - {"cispo"}  # losses that stop the gradient outside their range
 AGGREGATIONS: dict[str, Aggregation] = {
     "token_mean": Aggregation(sum_tokens, "tokens"),
     "seq_mean_token_mean": Aggregation(sum_token_means, "sequences"),

@@ -18,7 +18,7 @@ class TrainBatch:
     reward: np.ndarray  # float32 [n], normalized_reward
     group: np.ndarray  # int32 [n], dense number of debug_info["task_id"]; a sample without one is its own group
     temperature: np.ndarray  # float32 [T], of the completion that a token is joined to; 1 on context and where unknown
-    raw_logprobs: np.ndarray  # float32 [T], NaN where unknown
+    raw_logprobs: np.ndarray  # float32 [T], of the whole vocabulary, where filtered at `temperature`; NaN where unknown
     versions: np.ndarray  # int32 [T], version that sampled each token, -1 on context and where unknown
     filtered: np.ndarray  # uint8 [T], 1 = sampled with top-k, top-p, min-p, penalties or greedily
     matched: np.ndarray  # uint8 [n], joined to completions that this server served

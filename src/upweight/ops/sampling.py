@@ -1,4 +1,4 @@
-"""Logits → one token a row, with the log-prob of the distribution it was drawn from and the raw one.
+"""Logits → one token a row, with its log-probs: of the distribution drawn from, of the whole one at its temperature, and raw.
 
 Order per row: logit bias and allowed tokens → repetition penalty → temperature → top-k → top-p → min-p → frequency and presence
 penalty → softmax → draw. Rows are independent: a row's draw depends on its own logits, its own seed and its own count of tokens
@@ -46,6 +46,9 @@ class Draw(NamedTuple):
     token: jax.Array  # int32 [B]
     logprob: jax.Array  # float32 [B], under the distribution drawn from; the raw value for a greedy row
     raw_logprob: jax.Array  # float32 [B], log_softmax of the untouched logits
+    tempered_logprob: (
+        jax.Array
+    )  # float32 [B], log_softmax of the logits over the temperature; the raw value for a greedy row
     best_ids: jax.Array | None = None  # int32 [B,20], the likeliest tokens, if asked for
     best_logprobs: jax.Array | None = None  # float32 [B,20], falling, of the distribution that `logprob` is of
 
@@ -79,7 +82,11 @@ def draw(
     raw_total, total = jax.nn.logsumexp(logits, axis=-1), jax.nn.logsumexp(scaled, axis=-1)
     raw = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0] - raw_total
     own = jnp.take_along_axis(scaled, token[:, None], axis=-1)[:, 0] - total
-    drawn = Draw(token, jnp.where(greedy, raw, own), raw)
+    tempered = own
+    if filtered or adjustments is not None:
+        whole = logits / jnp.where(greedy, 1.0, inputs.temperature)[:, None]
+        tempered = jnp.take_along_axis(whole, token[:, None], axis=-1)[:, 0] - jax.nn.logsumexp(whole, axis=-1)
+    drawn = Draw(token, jnp.where(greedy, raw, own), raw, jnp.where(greedy, raw, tempered))
     if not alternatives:
         return drawn
     count = min(MOST_ALTERNATIVES, logits.shape[-1])

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
-from upweight.server.methods import LORA_TARGETS, Budget, Int, Lora, Strict, describe, unknown_key
+from upweight.server.methods import LARGEST, LORA_TARGETS, Budget, Int, Lora, Strict, describe, unknown_key
 from upweight.server.refusals import Refusal, invalid
 
 FILE_TYPES = ("supervised", "dpo")
@@ -90,11 +90,20 @@ class FileMethod:
     seed: int
 
     def settings(self, rows: int) -> dict[str, Any]:
-        """What the job trains with, given how many rows its file has: what the server reads of every job, and the rest."""
+        """What the job trains with, given how many rows its file has: what the server reads of every job, and the rest.
+
+        Raises Refusal 422 for more batches than can be counted.
+        """
         given = self.hyperparameters
         every_job = Dpo(seed=self.seed).model_dump(mode="json") if isinstance(given, Supervised) else {}
         shared = {name: every_job[name] for name in _SHARED if name in every_job}
         num_batches = given.n_epochs * -(-rows // given.batch_size)
+        if num_batches > LARGEST:
+            raise invalid(
+                ("body", "method", self.type, "hyperparameters", "n_epochs"),
+                f"n_epochs = {given.n_epochs} makes {num_batches} batches of {rows} rows in a job, at most {LARGEST} can be"
+                " counted; use fewer",
+            )
         own: dict[str, Any] = {**shared, **given.model_dump(mode="json"), "seed": self.seed}
         if isinstance(given, Supervised):
             lora = {"rank": given.lora_r, "alpha": float(given.lora_alpha), "targets": "all-linear"}

@@ -31,6 +31,7 @@ Algorithm = Literal[
 REWARD_ALGORITHMS = frozenset({"ppo", "reinforce", "reinforce_pp"})  # which take nothing else
 BASELINE_ALGORITHMS = frozenset({"reinforce_pp_baseline"})  # whose own estimator is the group's mean
 WITHOUT_CLIP = frozenset({"cispo", "reinforce"})
+BOUNDED = ("truncated", "masked")  # corrections that `is_cap` bounds
 KL_IN_LOSS = {"rloo": "k1", "reinforce_pp_baseline": "k2"}  # default estimators other than k3
 
 OFFERED: dict[str, tuple[str, ...]] = {
@@ -131,6 +132,11 @@ class Reinforcement(Strict):
             raise ValueError(f"critic belongs to algorithm 'ppo', not {self.algorithm!r}; leave it out")
         if self.minibatch_size is not None and self.minibatch_size > self.batch_size:
             raise ValueError(f"minibatch_size = {self.minibatch_size} exceeds batch_size = {self.batch_size}")
+        if self.batch_size == 1 and needs_task(self.model_dump(include={"algorithm", "advantage"})):
+            raise ValueError(
+                f"batch_size = 1 with advantage {self.advantage!r} of algorithm {self.algorithm!r} leaves nothing to compare"
+                " a sample with; use the size of a group or more"
+            )
         self._has_effect()
         return self
 
@@ -147,6 +153,13 @@ class Reinforcement(Strict):
             raise ValueError(
                 f"beta = {self.beta!r} with kl_estimator 'k1' has no effect: as a loss term its expected gradient is 0;"
                 " use kl_estimator 'k2' or 'k3'"
+            )
+        if self.kl_estimator is not None and self.beta == 0:
+            raise ValueError(f"kl_estimator = {self.kl_estimator!r} has no effect with beta = 0; leave it out")
+        if self.correction not in BOUNDED and self.is_cap != type(self).model_fields["is_cap"].default:
+            raise ValueError(
+                f"is_cap = {self.is_cap!r} has no effect with correction {self.correction!r}; leave it out"
+                " or use correction 'truncated' or 'masked'"
             )
         if self.correction == "masked" and self.is_cap < 1:
             raise ValueError(f"is_cap = {self.is_cap!r} leaves out every token with correction 'masked'; use 1 or more")

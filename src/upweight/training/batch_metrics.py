@@ -32,10 +32,9 @@ def behaviour_logprobs(batch: TrainBatch) -> np.ndarray:
     """Sampler log-probs on the trainer's support, NaN where unknown.
 
     Filters renormalise what the sampler reports; the trainer's softmax covers the whole vocabulary, so such tokens are
-    compared by their raw log-probs, which are those of T = 1.
+    compared by their raw log-probs, which are those of the same temperature.
     """
-    raw = np.where(np.isin(batch.temperature, (0.0, 1.0)), batch.raw_logprobs, np.nan)
-    return np.where(batch.filtered > 0, raw, batch.logprobs).astype(np.float32)
+    return np.where(batch.filtered > 0, batch.raw_logprobs, batch.logprobs).astype(np.float32)
 
 
 def unusable(batch: TrainBatch) -> np.ndarray:

@@ -51,11 +51,6 @@ def newest_checkpoint(folder: str | Path) -> Path | None:
     return saved_folders.newest(Path(folder), KIND)
 
 
-def prune_checkpoints(folder: str | Path, keep: int) -> list[Path]:
-    """Deletes all but the newest `keep` checkpoints (at least one stays), and remains of interrupted saves."""
-    return saved_folders.prune(Path(folder), KIND, keep)
-
-
 def _checkpointer() -> Checkpointer:
     import orbax.checkpoint as orbax  # slow to import (0.6 s)
 

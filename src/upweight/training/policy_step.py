@@ -16,9 +16,19 @@ import optax
 from upweight.models.config import DecoderConfig
 from upweight.models.decoder import forward_hidden
 from upweight.models.layers import Params, logits_of
+from upweight.ops.corrections import importance_weight
 from upweight.ops.logprobs import hidden_scores
 from upweight.ops.masked_stats import masked
-from upweight.ops.policy_loss import AGGREGATIONS, KL_ESTIMATORS, LOSSES, Limits, log_ratio
+from upweight.ops.policy_loss import (
+    AGGREGATIONS,
+    CLIPPED,
+    KL_ESTIMATORS,
+    LOSSES,
+    RATIO_LEVELS,
+    Limits,
+    log_ratio,
+    sequence_ratio,
+)
 from upweight.ops.value_loss import squared_error
 from upweight.training.critic import values_of
 from upweight.training.settings import PolicySettings
@@ -124,22 +134,19 @@ def policy_loss(
     ratio_against = behaviour if settings.correction == "none" else old
     limits = Limits(low=preset.clip_low, high=preset.clip_high, dual_clip=preset.dual_clip, num_samples=num_samples)
     per_token = LOSSES[preset.loss](lp, ratio_against, packed.advantage, trained, packed.sample, limits)
-    off = jax.lax.stop_gradient(jnp.exp(log_ratio(old, behaviour, trained)))
-    if settings.correction == "truncated":
-        per_token = per_token * jnp.minimum(off, settings.is_cap)
-    elif settings.correction in (
-        "masked",
-        "decoupled",
-    ):  # what lies outside the band of masked is not among the targets
-        per_token = per_token * off
+    weight = None
+    if settings.correction != "none":  # what lies outside the band of masked is not among the targets
+        cap = settings.is_cap if settings.correction == "truncated" else None
+        weight = importance_weight(old, behaviour, trained, cap)
+        per_token = per_token * weight
     kl = _kl(settings, packed, scores)
     if kl is not None:
         per_token = per_token + settings.beta * kl
     if scores.entropy is not None:
         per_token = per_token - settings.entropy_coeff * masked(scores.entropy, trained)
     numerator = AGGREGATIONS[preset.aggregation].numerator(per_token, trained, packed.sample, num_samples)
-    metrics = _ratio_metrics(settings, packed, lp, ratio_against, off)
-    for name, x in (("kl", kl), ("entropy", scores.entropy)):
+    metrics = _ratio_metrics(preset.loss, limits, packed, present, ratio_against)
+    for name, x in (("kl", kl), ("entropy", scores.entropy), ("is_weight_mean", weight)):
         if x is not None:
             metrics[name] = jnp.sum(masked(x, trained)) / packed.num_trained
     return numerator / packed.divisor, jax.lax.stop_gradient(metrics)
@@ -161,22 +168,24 @@ def critic_loss(packed: Packed, value: jax.Array) -> jax.Array:
     return jnp.sum(squared_error(*kept)) / packed.num_trained
 
 
-def _ratio_metrics(
-    settings: PolicySettings, packed: Packed, lp: jax.Array, against: jax.Array, off: jax.Array
-) -> Metrics:
-    trained, count, preset = packed.trained, packed.num_trained, settings.preset
+def _ratio_metrics(loss: str, limits: Limits, packed: Packed, lp: jax.Array, against: jax.Array) -> Metrics:
+    """How far the policy is from the one that the ratio is against; the ratio is the one that the loss takes, if any."""
+    trained = packed.trained
+
+    def mean(x: jax.Array) -> jax.Array:
+        return jnp.sum(masked(x, trained)) / packed.num_trained
+
     shift = log_ratio(lp, against, trained)
-    ratio = jnp.exp(shift)
-    metrics = {
-        "logprob_mean": jnp.sum(masked(lp, trained)) / count,
-        "ratio_mean": jnp.sum(masked(ratio, trained)) / count,
-        "ratio_max": jnp.max(masked(ratio, trained)),
-        "approx_kl": jnp.sum(masked(jnp.exp(shift) - 1.0 - shift, trained)) / count,
-        "is_weight_mean": jnp.sum(masked(off, trained)) / count,
-    }
-    if preset.loss != "reinforce":  # which clips nothing
-        metrics["clip_fraction_low"] = jnp.sum(trained * (ratio < 1 - preset.clip_low)) / count
-        metrics["clip_fraction_high"] = jnp.sum(trained * (ratio > 1 + preset.clip_high)) / count
+    metrics = {"logprob_mean": mean(lp), "approx_kl": mean(jnp.exp(shift) - 1.0 - shift)}
+    if loss not in RATIO_LEVELS:
+        return metrics
+    level, ratio = RATIO_LEVELS[loss], jnp.exp(shift)
+    if level != "token":
+        ratio = sequence_ratio(lp, against, trained, packed.sample, limits, level)
+    metrics |= {"ratio_mean": mean(ratio), "ratio_max": jnp.max(masked(ratio, trained))}
+    if loss in CLIPPED:
+        metrics["clip_fraction_low"] = mean((ratio < 1 - limits.low).astype(jnp.float32))
+        metrics["clip_fraction_high"] = mean((ratio > 1 + limits.high).astype(jnp.float32))
     return metrics
 
 

@@ -37,6 +37,7 @@ def served_of(request: dict[str, Any], answer: dict[str, Any]) -> list[Served]:
     Prompt and version stand in the answer, or in a choice where they are its own.
     """
     temperature, filtered, settings = sampling_of(request)
+    whole = "tempered_logprobs" if filtered and temperature != 1.0 else "raw_logprobs"
     found = []
     for choice in answer.get("choices", []):
         prompt = choice.get("prompt_token_ids", answer.get("prompt_token_ids"))
@@ -47,7 +48,7 @@ def served_of(request: dict[str, Any], answer: dict[str, Any]) -> list[Served]:
             Served(
                 key=completion_key(np.asarray(prompt, dtype="<i4"), np.asarray(output, dtype="<i4")),
                 logprobs=_floats(logprobs, len(output)),
-                raw_logprobs=_floats(choice.get("raw_logprobs"), len(output)),
+                raw_logprobs=_floats(choice.get(whole), len(output)),
                 versions=_versions(answer, choice, len(output)),
                 temperature=temperature,
                 filtered=filtered,
@@ -129,7 +130,7 @@ class StreamReader:
             for name in ("prompt_token_ids", "inference_version"):  # of this chunk's choices
                 if event.get(name) is not None:
                     whole.setdefault(name, event[name])
-            for name in ("token_ids", "raw_logprobs", "token_inference_versions"):
+            for name in ("token_ids", "raw_logprobs", "tempered_logprobs", "token_inference_versions"):
                 if isinstance(part.get(name), list):
                     whole.setdefault(name, []).extend(part[name])
             for name, values in (part.get("logprobs") or {}).items():

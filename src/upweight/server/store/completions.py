@@ -19,7 +19,9 @@ class Served:
 
     key: bytes
     logprobs: bytes | None  # float32 per output token, of the sampling distribution
-    raw_logprobs: bytes | None  # float32 per output token
+    raw_logprobs: (
+        bytes | None
+    )  # float32 per output token, of the whole vocabulary; at `temperature` where `filtered`, else at 1
     versions: bytes  # int32 per output token
     temperature: float
     filtered: bool

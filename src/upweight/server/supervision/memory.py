@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from upweight.server.home import model_bytes
 
@@ -18,3 +20,10 @@ def microbatch_tokens(free_bytes: int, model_path: Path, *, lora: bool, keeps_st
     held = model_bytes(model_path) * copies
     fitting = int((free_bytes * USABLE - held) / BYTES_PER_TOKEN)
     return max(FEWEST, min(MOST, 1 << max(fitting, 1).bit_length() - 1))
+
+
+def keeps_start(method_type: str, settings: Mapping[str, Any]) -> bool:
+    """Whether a job's trainer holds the start model beside the one that it trains: for a KL, or as the reference of pairs."""
+    if method_type == "reinforcement":
+        return bool(settings["beta"] > 0)
+    return method_type == "dpo" and settings["loss_type"] != "simpo"

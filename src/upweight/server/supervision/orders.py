@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
+from upweight.server.methods import needs_task
 from upweight.server.store.database import Database
 from upweight.server.store.jobs import Job
 from upweight.server.supervision.training_data import build_batch, join_batch
@@ -20,6 +21,7 @@ class Order:
     num_samples: int
     sample_seqs: list[int]  # rows of the samples in the store, in batch order; none for rows of a file
     metrics: dict[str, float]  # what the server itself knows of the batch
+    nothing_to_compare: bool = False  # the job compares the samples of a task, and each is the only one of its own
 
 
 async def next_order(database: Database, job: Job, index: int) -> Order:
@@ -35,6 +37,7 @@ async def next_order(database: Database, job: Job, index: int) -> Order:
         num_samples=built.batch.num_samples,
         sample_seqs=built.sample_seqs,
         metrics=built.metrics,
+        nothing_to_compare=needs_task(job.settings) and built.only_lone_samples,
     )
 
 

@@ -34,7 +34,7 @@ from upweight.server.store.database import Database
 from upweight.server.store.jobs import Job
 from upweight.server.supervision import checkpoints
 from upweight.server.supervision.gate import Gate
-from upweight.server.supervision.memory import microbatch_tokens
+from upweight.server.supervision.memory import keeps_start, microbatch_tokens
 from upweight.server.supervision.orders import Order, next_order
 from upweight.server.supervision.worker_process import WorkerDied, WorkerProcess, WorkerRefused, start_worker
 from upweight.server.worker_protocol import (
@@ -49,8 +49,9 @@ STORE_PAUSE = 5.0  # seconds
 DISK_FULL = os.strerror(errno.ENOSPC)
 
 ODD_SAMPLES = {
-    "filtered": "samples drawn with top-k, top-p, min-p, penalties or greedily are trained against raw log-probabilities",
+    "filtered": "samples drawn with top-k, top-p, min-p, penalties or greedily are trained against log-probabilities of the whole vocabulary",
     "unmatched": "samples that match no completion of this server are trained with the log-probabilities they bring",
+    "lone": "samples are the only ones of their task: nothing to compare them with, so they teach nothing",
     "masked": "samples without a token to train are left out: an empty mask, or an answer that the length limit cut",
     "stale": "samples are left out because the policy is too far from the one that drew them (correction masked)",
     "refused": "samples longer than the model's context or with ids outside its vocabulary are left out",
@@ -157,9 +158,8 @@ class JobRunner:
     async def _fix_microbatch(self, job: Job) -> Job:
         """Chosen once and stored, so that a replay on another day sums its gradients in the same order."""
         free, lora = psutil.virtual_memory().available, job.settings["lora"] is not None
-        tokens = await asyncio.to_thread(
-            microbatch_tokens, free, Path(job.model_path), lora=lora, keeps_start=job.method_type == "dpo"
-        )
+        start = keeps_start(job.method_type, job.settings)
+        tokens = await asyncio.to_thread(microbatch_tokens, free, Path(job.model_path), lora=lora, keeps_start=start)
         fixed = {**job.settings, "microbatch_tokens": tokens}
         await self.database.write(lambda c: jobs.set_fields(c, self.job_id, settings=fixed))
         return await self._job()
@@ -264,6 +264,7 @@ class JobRunner:
     async def _tell_odd_samples(self, order: Order, fates: Sequence[str]) -> None:
         """One event per job for each kind of sample that is trained on less than it might be, or not at all."""
         odd = [kind for kind in ("filtered", "unmatched") if order.metrics.get(kind, 0) > 0]
+        odd += ["lone"] if order.nothing_to_compare else []
         for kind in [*odd, *(fate for fate in ODD_SAMPLES if fate in fates)]:
             text = ODD_SAMPLES[kind]
             await self.database.write(partial(jobs.add_event_once, job_id=self.job_id, message=text, level="warn"))

@@ -35,6 +35,12 @@ class BuiltBatch:
     sample_seqs: list[int]  # rows of the samples, in batch order
     metrics: dict[str, float]  # what the server itself knows: rewards, staleness, counts
 
+    @property
+    def only_lone_samples(self) -> bool:
+        """Whether no sample has another of its task to be compared with."""
+        members = np.bincount(np.concatenate([self.batch.group, self.batch.peer_group]))
+        return bool(members.max(initial=0) == 1)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Join:

@@ -27,7 +27,7 @@ from upweight.server.worker_protocol import (
     WorkerSpec,
     WorkerState,
 )
-from upweight.training.checkpoints import load_checkpoint, prune_checkpoints, save_checkpoint
+from upweight.training.checkpoints import load_checkpoint, save_checkpoint
 from upweight.training.policy_trainer import PolicyTrainer, StepReport
 from upweight.training.row_trainer import RowTrainer, optimizer_settings
 from upweight.training.settings import PolicySettings
@@ -112,16 +112,13 @@ class WorkerCore:
             )
 
     def checkpoint(self) -> CheckpointResult:
-        """The training state at the present version, complete on disk."""
+        """The training state at the present version, complete on disk. Older ones stay: the server drops them once this one is recorded."""
         self.wait_ready()
         trainer = self._need_trainer()
         with self._order:
             self._enter(WorkerPhase.SAVING, f"saving version {trainer.version}")
             try:
-                folder = Path(self.spec.folder) / "checkpoints"
-                path = save_checkpoint(folder, trainer)
-                keep = self.spec.settings.get("keep_checkpoints", 3)
-                prune_checkpoints(folder, keep)
+                path = save_checkpoint(Path(self.spec.folder) / "checkpoints", trainer)
             finally:
                 self._enter(WorkerPhase.READY, "")
             return CheckpointResult(path=str(path), version=trainer.version)

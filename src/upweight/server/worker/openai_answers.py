@@ -92,7 +92,8 @@ class OpenAIAnswers:
 
 def told_of_tokens(tokens: SampledTokens, logprobs: dict[str, Any] | None) -> dict[str, Any]:
     """What a choice, or a part of it, says about its tokens."""
-    return {"token_ids": tokens.token_ids, "raw_logprobs": tokens.raw_logprobs, "logprobs": logprobs}
+    told = {"token_ids": tokens.token_ids, "raw_logprobs": tokens.raw_logprobs, "logprobs": logprobs}
+    return {**told, "tempered_logprobs": tokens.tempered_logprobs} if tokens.tempered_logprobs else told
 
 
 def told_at_end(output: GenerationOutput, calls: bool, version: int | None) -> dict[str, Any]:
