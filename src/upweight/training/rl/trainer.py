@@ -6,7 +6,8 @@ some of its rows (`_loss`). It owns no loop.
 Invariants
 * Any split into micro-batches gives the gradient of the whole batch: every sum is divided by a count over all of it.
 * A loss or gradient that is not finite changes neither model nor optimizer.
-* A repeated shape compiles nothing.
+* A repeated shape compiles nothing. Where a program also depends on how much of a batch is trained or shared, that size never
+  shrinks (`sizes`), so one shape has few programs.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from upweight.training.rl.devices import Placement, on_host, put_module
 from upweight.training.rl.inputs import Inputs, Totals, cut, split_evenly, whitened
 from upweight.training.rl.padding import Shapes
 from upweight.training.rl.scoring import Places, all_places, can_share, needs_all_places
+from upweight.training.rl.sizes import Sizes
 from upweight.training.rl.state import restore, snapshot
 from upweight.training.rl.update import clipped_update
 
@@ -51,7 +53,7 @@ class SequenceTrainer(ABC, Generic[Config]):
         for adapter in adapters.values():
             rebind(adapter, model, model)
         self.share_prompts = True  # compute once what rows have in common, where the model allows it
-        self._shapes = Shapes()
+        self._shapes, self._sizes = Shapes(), Sizes()
         self._warned: set[str] = set()
         self._placement: Placement | None = None
         self._step = self._compiled(Lies())
@@ -127,7 +129,7 @@ class SequenceTrainer(ABC, Generic[Config]):
         return clipped_update(model, optimizer, grads, max_grad_norm=norm, loss=loss)
 
     def state_dict(self) -> dict[str, Any]:
-        """Copies of what an exact resume needs: model, optimizer, step, config, and the shape that is not padded."""
+        """Copies of what an exact resume needs: model, optimizer, step, config, and what batches are padded to."""
         return {"model": snapshot(self.model), "optimizer": snapshot(self.optimizer), **self.state_beside_arrays()}
 
     def state_beside_arrays(self) -> dict[str, Any]:
@@ -137,6 +139,7 @@ class SequenceTrainer(ABC, Generic[Config]):
             "step": 0 if step is None else int(step[...]),
             "config": asdict(self.config),  # type: ignore[call-overload]
             "first_shape": self._shapes.first,
+            "sizes": self._sizes.saved(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -152,6 +155,7 @@ class SequenceTrainer(ABC, Generic[Config]):
         restore(self.optimizer, state["optimizer"])
         first = state.get("first_shape")
         self._shapes.first = None if first is None else (int(first[0]), int(first[1]))
+        self._sizes.load(state.get("sizes", []))
 
     def _make_loss_fn(self) -> Callable[[Any, Any], Result]:
         def loss_fn(model: Any, batch: Any) -> Result:
@@ -201,7 +205,7 @@ class SequenceTrainer(ABC, Generic[Config]):
         """One piece of the inputs for each list of rows; `mask` is theirs, on the host."""
         policy, critic = self._adapters["policy"], self._adapters.get("value")
         share = self.share_prompts and can_share(policy, critic)
-        return cut(inputs, mask, parts, needs_all_places(policy, critic), share, self._placement)
+        return cut(inputs, mask, parts, needs_all_places(policy, critic), share, self._placement, self._sizes)
 
     def _compiled(self, lies: Lies) -> CompiledStep:
         wrt, norm = getattr(self.optimizer, "wrt", nnx.Param), getattr(self.config, "max_grad_norm", None)
