@@ -78,8 +78,7 @@ def load_state(
         only = orbax.args.PyTreeRestore(item=wanted, restore_args=arguments, partial_restore=True)
         state = checkpointer.restore(path, args=only)
     about = json.loads(bytes(np.asarray(state.pop("about"))))
-    config = {name: tuple(x) if isinstance(x, list) else x for name, x in about["config"].items()}
-    trainer.load_state_dict({**state, **about, "config": config})
+    trainer.load_state_dict({**state, **about})
     if rngs is not None:
         restore(rngs, state["rngs"])
     cursor: dict[str, Any] | None = about["cursor"]

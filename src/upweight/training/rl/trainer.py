@@ -146,7 +146,7 @@ class SequenceTrainer(ABC, Generic[Config]):
         """Takes over a copy of `state_dict()` of a trainer of the same form; `ConfigError` when the configs differ."""
         mine = asdict(self.config)  # type: ignore[call-overload]
         for name, value in mine.items():
-            if state["config"].get(name) != value:
+            if _comparable(state["config"].get(name)) != _comparable(value):
                 raise ConfigError(
                     f"{name} is {value!r} here and {state['config'].get(name)!r} in the state; "
                     "build the trainer with the config that the state was saved with"
@@ -235,6 +235,11 @@ class SequenceTrainer(ABC, Generic[Config]):
         if topic not in self._warned:
             self._warned.add(topic)
             warnings.warn(message, UserWarning, stacklevel=4)
+
+
+def _comparable(value: Any) -> Any:
+    """JSON knows no tuples, so a pair may come back from a file as a list."""
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _joined(extras: list[Metrics]) -> Metrics:
