@@ -40,6 +40,7 @@ from upweight.training.callbacks import (
     WandbLoggerCallback,
     WandbLoggerConfig,
     load_model,
+    save_model,
     tracked,
 )
 
@@ -173,6 +174,34 @@ def test_checkpoints_of_epochs_and_what_is_not_saved(tmp_path: Path) -> None:
     assert not (tmp_path / "none").exists()
     with pytest.raises(ValueError, match="has no model to save"):
         ModelCheckpoint(CheckpointConfig(tmp_path)).on_epoch_end(None, 0, {"val_loss": 1.0})
+
+
+class Interrupted(Exception):
+    pass
+
+
+def test_the_old_model_goes_once_the_new_one_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, found = tmp_path / "epoch-000000", Model(9.0)
+
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise Interrupted
+
+    def loaded() -> float:
+        load_model(path, found)
+        return float(found.weight[0, 0])
+
+    save_model(path, Model(1.0))
+    with monkeypatch.context() as patch:
+        patch.setattr("orbax.checkpoint.PyTreeCheckpointHandler.save", interrupt)
+        with pytest.raises(Interrupted):
+            save_model(path, Model(2.0))
+    assert loaded() == 1.0
+    path.rename(tmp_path / "epoch-000000.old")  # as a kill between the two renames leaves them
+    save_model(tmp_path / "epoch-000000.new", Model(2.0))
+    assert loaded() == 2.0
+    save_model(path, Model(3.0))
+    assert loaded() == 3.0
+    assert [each.name for each in tmp_path.iterdir() if "orbax" not in each.name] == ["epoch-000000"]
 
 
 class Log:
