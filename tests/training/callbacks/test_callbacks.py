@@ -223,6 +223,9 @@ def test_loggers_of_several_kinds(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     loop(LoggerCallback(JsonlLogger(tmp_path / "deep" / "log.jsonl")), [1.0, 2.0])
     lines = [json.loads(line) for line in (tmp_path / "deep" / "log.jsonl").read_text().splitlines()]
     assert lines == [{"step": 0, "total_loss": 1.0}, {"step": 1, "total_loss": 2.0}]
+    skipped = JsonlLogger(tmp_path / "skipped.jsonl")
+    skipped.log_scalars({"loss": float("nan"), "norm": float("inf"), "low": -float("inf"), "update_skipped": 1.0}, 4)
+    assert skipped.path.read_text() == '{"step": 4, "update_skipped": 1.0}\n'
     with caplog.at_level(logging.INFO):
         loop(LoggerCallback(logging.getLogger("loop")), [0.5])
     assert "step 0 total_loss=0.5" in caplog.text
