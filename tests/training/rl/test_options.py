@@ -183,3 +183,34 @@ def test_given_advantages_are_taken_as_they_are() -> None:
     old = own_log_probs(model).astype(np.float32)
     loss, _ = trainer.eval_step(grouped(old_log_probs=old, advantages=OTHER))
     assert float(loss) == pytest.approx(float(-(OTHER * MASK).sum() / 13), rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["reinforce", "ppo", "grpo"])
+def test_a_batch_with_nothing_to_train_moves_nothing(kind: str) -> None:
+    """Nor does decay or momentum; and means over no token are not told."""
+    case = trainers.ALL[kind](Policy(critic=kind == "ppo"))
+    model = case.trainer.model
+    case.trainer.optimizer = nnx.Optimizer(model, optax.adamw(0.1, weight_decay=0.5), wrt=nnx.Param)
+    nothing = np.zeros(small.ROWS, bool)
+    if kind == "grpo":
+        batch = replace(case.batch, rollout=replace(case.batch.rollout, valid=nothing))
+    else:
+        batch = replace(case.batch, valid=nothing)
+    before = small.params(model)
+    ways = [case.trainer.train_step] + ([case.trainer.update] if kind == "ppo" else [])
+    for way in ways:
+        _, metrics = way(batch)
+        assert (metrics["num_tokens"], metrics["update_skipped"]) == (0, 1)
+        assert all(np.isfinite(x) for x in metrics.values())
+        absent = {"ratio_mean", "ratio_max", "approx_kl", "clip_fraction_low", "response_length_mean"}
+        assert not absent & metrics.keys()
+        assert_same(small.params(model), before, 0, 0)
+        assert int(case.trainer.optimizer.step[...]) == 0
+
+
+def test_a_minibatch_with_nothing_to_train_makes_no_update() -> None:
+    case = trainers.ppo()
+    half = replace(case.batch, valid=np.array([True, True, False, False]))
+    metrics = case.trainer.update(half, minibatch_size=2)[1]
+    assert metrics["update_skipped"] == 0
+    assert metrics["ratio_mean"] > 0.7  # not halved

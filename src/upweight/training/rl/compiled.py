@@ -110,7 +110,7 @@ class CompiledStep:
         totals: Totals,
         target_kl: float | None = None,
     ) -> tuple[jax.Array, Metrics]:
-        """One update from the gradients of all pieces, in place."""
+        """One update from the gradients of all pieces, in place; none when nothing is trained. `totals` are on the host."""
         form, (params, rest) = split(model, self._wrt)
         started, total, found = rest, None, []
         for inputs, places in pieces:
@@ -122,7 +122,11 @@ class CompiledStep:
             found.append((loss, metrics))
         loss, metrics = join(found)
         opt_form, opt_state = taken_apart(optimizer)
-        allowed = True if target_kl is None else metrics["approx_kl"] <= target_kl
+        allowed: Any = (
+            totals.tokens > 0
+        )  # with no token the gradient is 0, but decay or momentum would move the weights
+        if allowed and target_kl is not None:
+            allowed = metrics["approx_kl"] <= target_kl
         changed, kept = _changes(started, rest)
         params, opt_state, changed, report = self._update(
             form, opt_form, params, (started, kept, changed), opt_state, total, loss, allowed

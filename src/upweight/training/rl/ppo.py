@@ -37,6 +37,7 @@ from upweight.training.rl.policy_gradient import (
     token_rewards,
 )
 from upweight.training.rl.scoring import Places, score_actions
+from upweight.training.rl.trainer import applying
 
 # Means over the trained actions, from which the variances follow; they add up over parts of a batch.
 MOMENTS = ("_return", "_return_squared", "_error", "_error_squared")
@@ -98,7 +99,8 @@ class PPOTrainer(RolloutTrainer[PPOConfig]):
         """Several updates from one rollout: `epochs` passes over minibatches of so many rows (None = all rows at once).
 
         Advantages are computed and whitened once, over the whole rollout. Rows are taken in order, or with a `seed` shuffled
-        anew in every pass. Returns the mean loss and metrics of the updates; `update_skipped` is the share that was skipped.
+        anew in every pass. Minibatches without a trained token make no update. Returns the mean loss and metrics of the
+        updates; `update_skipped` is the share that was skipped.
         """
         for name, value in (("epochs", epochs), ("minibatch_size", minibatch_size)):
             if value is not None and value < 1:
@@ -113,14 +115,13 @@ class PPOTrainer(RolloutTrainer[PPOConfig]):
         for _ in range(epochs):
             order = np.arange(count) if random is None else random.permutation(count)
             parts = [order[i : i + size] for i in range(0, count, size)]
-            for piece in self._cut(inputs, mask, parts):
-                own = piece[1].trained
-                rows = len(np.unique(piece[1].row[own > 0]))
-                totals = Totals(np.float32((own > 0).sum()), np.float32(rows))
-                found.append(self._updated([piece], totals))
+            for part, piece in zip(parts, self._cut(inputs, mask, parts), strict=True):
+                totals = Totals.of(mask[part], np)
+                if totals.tokens > 0 or not mask.any():
+                    found.append(self._updated([piece], totals))
         loss, metrics = join(found)
         share = {name: x if name.endswith("_max") else x / len(found) for name, x in metrics.items()}
-        return loss / len(found), self._finished(share | extra)
+        return loss / len(found), self._finished(applying(share, Totals.of(mask, np)) | extra)
 
     def _checked(self, batch: Any) -> Any:
         check_rollout(batch, "PPOTrainer")

@@ -5,7 +5,7 @@ some of its rows (`_loss`). It owns no loop.
 
 Invariants
 * Any split into micro-batches gives the gradient of the whole batch: every sum is divided by a count over all of it.
-* A loss or gradient that is not finite changes neither model nor optimizer.
+* A loss or gradient that is not finite, or a batch without a trained token, changes neither model nor optimizer.
 * A repeated shape compiles nothing. Where a program also depends on how much of a batch is trained or shared, that size never
   shrinks (`sizes`), so one shape has few programs.
 """
@@ -36,6 +36,17 @@ from upweight.training.rl.update import clipped_update
 
 Config = TypeVar("Config")
 Result = tuple[jax.Array, Metrics]
+
+OF_TOKENS = (  # means over trained tokens, beside the terms of the loss
+    "approx_kl",
+    "ratio_mean",
+    "ratio_max",
+    "clip_fraction_low",
+    "clip_fraction_high",
+    "is_weight_mean",
+    "value_clip_fraction",
+    "response_length_mean",
+)
 
 
 class SequenceTrainer(ABC, Generic[Config]):
@@ -121,7 +132,7 @@ class SequenceTrainer(ABC, Generic[Config]):
         """What `compute_loss` returns, compiled."""
         pieces, totals, extra = self._pieces([self._checked(batch)], num_microbatches)
         loss, metrics = self._step.value(self.model, self._frozen(), pieces, totals)
-        return loss, self._finished(metrics | extra)
+        return loss, self._finished(applying(metrics, totals) | extra)
 
     def update_model(self, model: Any, optimizer: Any, grads: Any, loss: jax.Array | None = None) -> Metrics:
         """The update of `train_step` for a step of one's own: clipped by this config, skipped when not finite; in place."""
@@ -170,7 +181,7 @@ class SequenceTrainer(ABC, Generic[Config]):
     def _train(self, batches: list[Any], num_microbatches: int) -> Result:
         pieces, totals, extra = self._pieces(batches, num_microbatches)
         loss, metrics = self._updated(pieces, totals)
-        return loss, self._finished(metrics | extra)
+        return loss, self._finished(applying(metrics, totals) | extra)
 
     def _updated(self, pieces: list[tuple[Inputs, Places]], totals: Totals) -> Result:
         """One update; loss and metrics that still add up."""
@@ -235,6 +246,11 @@ class SequenceTrainer(ABC, Generic[Config]):
         if topic not in self._warned:
             self._warned.add(topic)
             warnings.warn(message, UserWarning, stacklevel=4)
+
+
+def applying(metrics: Metrics, totals: Totals) -> Metrics:
+    """Without the means over no token."""
+    return metrics if totals.tokens > 0 else {name: x for name, x in metrics.items() if name not in OF_TOKENS}
 
 
 def _comparable(value: Any) -> Any:
