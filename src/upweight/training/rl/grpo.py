@@ -94,12 +94,31 @@ class GRPOTrainer(RolloutTrainer[GRPOConfig]):
             self._warn_once(
                 "group_size", f"group_size is {size} and num_generations {config.num_generations}: the batch's is used"
             )
+        self._warn_of_options(rollout)
         wanted = config.beta > 0 or (config.kl_in_reward and config.kl_coeff > 0)
         if wanted and self.reference_adapter is None and reference_log_probs(rollout) is None:
             self._warn_once(
                 "reference",
                 "a KL is asked for, but there is no reference model, adapter or reference_log_probs: it is 0",
             )
+
+    def _warn_of_options(self, rollout: Any) -> None:
+        """Options that the others, or what the batch lacks, leave without effect."""
+        config = self.config
+        old, sampler = old_log_probs(rollout) is not None, rollout.sampler_log_probs is not None
+        if config.proximal == "batch":
+            if config.is_cap is not None and not sampler:
+                self._warn_once("is_cap", "is_cap has no effect: the batch has no sampler_log_probs")
+            if config.is_mask is not None and not (sampler and old):
+                missing = "sampler_log_probs" if old else "old_log_probs"
+                self._warn_once("is_mask", f"is_mask has no effect: the batch has no {missing}")
+        if config.kl_coeff > 0 and not config.kl_in_reward:
+            self._warn_once("kl_coeff", "kl_coeff has no effect without kl_in_reward; beta is for the KL in the loss")
+        if config.policy_loss != "clip":
+            if config.dual_clip is not None:
+                self._warn_once("dual_clip", f"dual_clip has no effect: policy_loss {config.policy_loss!r} has none")
+            if config.ratio_level != "token":
+                self._warn_once("ratio_level", f"ratio_level has no effect with policy_loss {config.policy_loss!r}")
 
     def _prepare(self, model: Any, reference: Any, batch: Any) -> tuple[Inputs, Metrics]:
         config, rollout = self.config, batch.rollout
@@ -178,6 +197,8 @@ class GRPOTrainer(RolloutTrainer[GRPOConfig]):
             level = config.ratio_level if config.policy_loss == "clip" else "token"
             ratio = None if level == "token" else sequence_ratio(lp, old, trained, places.row, limits, level)
             metrics = ratio_metrics(lp, old, places, totals, config.clip_param, high, ratio)
+            if config.policy_loss == "cispo":  # clips no ratio, only its weight
+                metrics = {name: x for name, x in metrics.items() if not name.startswith("clip_fraction")}
         if "sampler" in inputs.arrays and (config.is_cap is not None or config.proximal == "recomputed"):
             sampler = places.pick(inputs.arrays["sampler"]).astype(jnp.float32)
             weight = importance_weight(old, sampler, trained, config.is_cap)

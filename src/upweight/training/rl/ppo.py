@@ -135,6 +135,8 @@ class PPOTrainer(RolloutTrainer[PPOConfig]):
             )
         if self.config.kl_coeff > 0 and reference_log_probs(rollout) is None:
             self._warn_once("kl", "kl_coeff > 0, but the batch has no reference_log_probs: the KL is left out")
+        if self.config.value_clip is not None and rollout.values is None and not missing:
+            self._warn_once("value_clip", "value_clip has no effect: the batch has no values to clip at")
         return batch
 
     def _prepare(self, model: Any, reference: Any, batch: Any) -> tuple[Inputs, Metrics]:
