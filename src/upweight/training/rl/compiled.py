@@ -220,14 +220,15 @@ def add_trees(a: Any, b: Any) -> Any:
 @jax.jit
 def _join(found: list[tuple[jax.Array, Metrics]]) -> tuple[jax.Array, Metrics]:
     metrics = {}
-    for name in found[0][1]:
+    for name in (name for name in found[0][1] if all(name in each for _, each in found)):
         values = jnp.stack([each[name] for _, each in found])
         metrics[name] = jnp.max(values) if name.endswith("_max") else jnp.sum(values)
     return sum(loss for loss, _ in found), metrics  # type: ignore[return-value]
 
 
 def join(found: list[tuple[jax.Array, Metrics]]) -> tuple[jax.Array, Metrics]:
-    """Loss and metrics of a batch from those of its parts: sums, and of maxima the greatest."""
+    """Loss and metrics of a batch from those of its parts: sums, and of maxima the greatest. One that a part lacks is
+    none of the batch."""
     return found[0] if len(found) == 1 else _join(found)
 
 

@@ -9,6 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from upweight.errors import ConfigError
 from upweight.training.rl.ranges import Range, check_config
 
@@ -160,7 +162,8 @@ class SFTConfig:
 
 def _band(given: Any) -> tuple[float, float]:
     """Any pair as a tuple, so that configs of equal bands are equal."""
-    pair = tuple(given) if isinstance(given, Iterable) else ()
+    items = given if isinstance(given, Iterable) else ()
+    pair = tuple(x.item() if isinstance(x, np.generic) else x for x in items)
     if len(pair) == 2 and pair[0] in Range(0) and pair[1] in Range(pair[0]):
         return pair
     raise ConfigError(f"GRPOConfig.is_mask is {given!r}; it must be (low, high) with 0 ≤ low ≤ high")

@@ -12,7 +12,7 @@ from upweight.errors import BatchError, BatchTypeError, ConfigError
 from upweight.ops.corrections import importance_weight
 from upweight.ops.policy_loss import KL_ESTIMATORS, LOSSES, Limits, sequence_ratio
 from upweight.training.rl.adapters import SequencePolicyAdapter
-from upweight.training.rl.checks import Array, as_array
+from upweight.training.rl.checks import Array, as_array, check_positive
 from upweight.training.rl.compiled import Metrics
 from upweight.training.rl.configs import GRPOConfig
 from upweight.training.rl.grpo_advantages import group_advantages, normalized_rewards, trained_mask
@@ -27,6 +27,7 @@ from upweight.training.rl.policy_gradient import (
 )
 from upweight.training.rl.rollouts import GroupRolloutBatch, SequenceRolloutBatch, check_whole_groups
 from upweight.training.rl.scoring import Places, score_actions
+from upweight.training.rl.trainer import config_of
 
 LOSS_OF_LEVEL = {"token": "clip", "sequence": "clip_sequence", "sequence_sum": "clip_sequence_term"}
 
@@ -48,7 +49,7 @@ class GRPOTrainer(RolloutTrainer[GRPOConfig]):
         policy_adapter: Any = None,
         reference_adapter: Any = None,
     ) -> None:
-        config = GRPOConfig() if config is None else config
+        config = config_of(GRPOConfig, config, self)
         if config.loss_aggregation == "seq_mean_token_sum_norm" and config.max_response_length is None:
             raise ConfigError(
                 "GRPOConfig.max_response_length is None; loss_aggregation 'seq_mean_token_sum_norm' divides by it, give a number"
@@ -64,6 +65,7 @@ class GRPOTrainer(RolloutTrainer[GRPOConfig]):
         rewards = as_array("rewards", rewards)
         if rewards.ndim != 1:
             raise BatchError(f"rewards has shape {tuple(rewards.shape)}, it must be (B,)")
+        check_positive("group_size", group_size)
         check_whole_groups(rewards.shape[0], group_size)
         return normalized_rewards(rewards, group_size, self.config.std_ddof, eps)
 

@@ -15,7 +15,7 @@ from upweight.ops.policy_loss import KL_ESTIMATORS, LOSSES, Limits
 from upweight.ops.returns import gae
 from upweight.ops.value_loss import explained_variance, moments_of, squared_error
 from upweight.training.rl.adapters import SequenceValueHeadAdapter
-from upweight.training.rl.checks import Array, as_array
+from upweight.training.rl.checks import Array, as_array, check_positive
 from upweight.training.rl.compiled import Metrics, join
 from upweight.training.rl.configs import PPOConfig
 from upweight.training.rl.devices import on_host
@@ -37,7 +37,7 @@ from upweight.training.rl.policy_gradient import (
     token_rewards,
 )
 from upweight.training.rl.scoring import Places, score_actions
-from upweight.training.rl.trainer import applying
+from upweight.training.rl.trainer import applying, config_of
 
 # Means over the trained actions, from which the variances follow; they add up over parts of a batch.
 MOMENTS = ("_return", "_return_squared", "_error", "_error_squared")
@@ -61,7 +61,7 @@ class PPOTrainer(RolloutTrainer[PPOConfig]):
     ) -> None:
         self.value_adapter = SequenceValueHeadAdapter(model) if value_adapter is None else value_adapter
         others = {"value": self.value_adapter}
-        super().__init__(model, optimizer, PPOConfig() if config is None else config, policy_adapter, others)
+        super().__init__(model, optimizer, config_of(PPOConfig, config, self), policy_adapter, others)
 
     def compute_gae(self, rewards: Array, values: Array, dones: Array | None) -> jax.Array:
         """Advantages of rewards (T,) or (B,T), with values of T or T + 1 steps; float32."""
@@ -103,8 +103,8 @@ class PPOTrainer(RolloutTrainer[PPOConfig]):
         updates; `update_skipped` is the share that was skipped.
         """
         for name, value in (("epochs", epochs), ("minibatch_size", minibatch_size)):
-            if value is not None and value < 1:
-                raise BatchError(f"{name} is {value}, it must be at least 1")
+            if value is not None:
+                check_positive(name, value)
         batch = self._checked(rollout)
         count = rollout_of(batch).batch_size
         (inputs,), extra = self._prepared([batch])

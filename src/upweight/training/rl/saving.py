@@ -37,6 +37,7 @@ def save_state(
     draws from itself. `ConfigError` for a cursor that is not JSON.
     """
     about = trainer.state_beside_arrays()
+    _check_keys(cursor)
     try:
         text = json.dumps({**about, "cursor": cursor})
     except TypeError as error:
@@ -93,6 +94,16 @@ def newest_state(folder: str | Path) -> Path | None:
 def prune_states(folder: str | Path, keep: int) -> list[Path]:
     """Deletes all but the newest `keep` states (at least one stays), and remains of interrupted saves."""
     return saved_folders.prune(Path(folder), KIND, keep)
+
+
+def _check_keys(cursor: Any) -> None:
+    """`ConfigError` for keys that JSON would turn into text."""
+    if isinstance(cursor, Mapping):
+        for key in cursor:
+            if not isinstance(key, str):
+                raise ConfigError(f"cursor has the key {key!r}, which JSON holds as text only; use {str(key)!r}")
+    for part in cursor.values() if isinstance(cursor, Mapping) else cursor if isinstance(cursor, list | tuple) else ():
+        _check_keys(part)
 
 
 def _modules(trainer: SequenceTrainer[Any], rngs: nnx.Rngs | None) -> dict[str, Any]:

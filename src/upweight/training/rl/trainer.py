@@ -25,6 +25,7 @@ from flax import nnx
 
 from upweight.errors import BatchError, ConfigError
 from upweight.training.rl.binding import module_of, rebind
+from upweight.training.rl.checks import check_positive
 from upweight.training.rl.compiled import CompiledStep, Frozen, Lies, Metrics
 from upweight.training.rl.devices import Placement, on_host, put_module
 from upweight.training.rl.inputs import Inputs, Totals, cut, split_evenly, whitened
@@ -189,8 +190,7 @@ class SequenceTrainer(ABC, Generic[Config]):
         return self._step.step(self.model, self.optimizer, self._frozen(), pieces, totals, target)
 
     def _pieces(self, batches: list[Any], num_microbatches: int) -> tuple[list[tuple[Inputs, Places]], Totals, Metrics]:
-        if num_microbatches < 1:
-            raise BatchError(f"num_microbatches is {num_microbatches}, it must be at least 1")
+        check_positive("num_microbatches", num_microbatches)
         if not batches:
             raise BatchError("batches is empty; an update needs at least one batch")
         pieces: list[tuple[Inputs, Places]] = []
@@ -259,9 +259,22 @@ def _comparable(value: Any) -> Any:
 
 
 def _joined(extras: list[Metrics]) -> Metrics:
-    """Metrics of whole batches: counts add up, the others are averaged."""
+    """Metrics of whole batches: counts add up, the others are averaged, each over the batches that it applies to."""
     if len(extras) == 1:
         return extras[0]
-    names = extras[0].keys()
-    totals = {name: sum(extra[name] for extra in extras) for name in names}
-    return {name: jnp.asarray(x if name.endswith("groups") else x / len(extras)) for name, x in totals.items()}
+    joined = {}
+    for name in dict.fromkeys(name for extra in extras for name in extra):
+        values = [extra[name] for extra in extras if name in extra]
+        joined[name] = jnp.asarray(sum(values) if name.endswith("groups") else sum(values) / len(values))
+    return joined
+
+
+def config_of(kind: type[Config], config: Any, trainer: Any) -> Config:
+    """The config, its defaults for None; `ConfigError` for one of another trainer or for a mapping."""
+    if config is None:
+        return kind()
+    if not isinstance(config, kind):
+        raise ConfigError(
+            f"config is a {type(config).__name__}; {type(trainer).__name__} takes a {kind.__name__}, None for its defaults"
+        )
+    return config
