@@ -83,6 +83,8 @@ def test_the_newest_stay_and_a_version_can_be_saved_again(trainer: PolicyTrainer
     assert {path.name for path in tmp_path.iterdir()} == {"version-000010", "version-1000000"}
     trainer.updates = 5
     again = save_checkpoint(tmp_path, trainer)
+    assert again == newest_checkpoint(tmp_path) == tmp_path / "version-1000000.1"
+    assert (tmp_path / "version-1000000" / "_METADATA").is_file()  # the one that was there stays until it is pruned
     trainer.updates = 0
     load_checkpoint(again, trainer)
     assert trainer.updates == 5

@@ -6,7 +6,7 @@ the start of the sample, so every token sees exactly what it would see alone.
 
 Invariants:
 * Every trained token of every sample is a target exactly once; its query is the token before it in the sample.
-* The layout is a function of the batch alone (no memory of earlier batches), so that a replayed batch compiles to the same program.
+* The layout is a function of the arguments alone (no memory of earlier batches), so that a replayed batch compiles to the same program.
 * Shapes come from a coarse grid, so that the number of programs stays small.
 """
 
@@ -76,16 +76,21 @@ class _Block:
 
 
 def pack(
-    batch: Samples, *, only: np.ndarray | None = None, share_context: bool = True, max_row: int = 4096
+    batch: Samples,
+    *,
+    only: np.ndarray | None = None,
+    share_context: bool = True,
+    max_row: int = 4096,
+    least_width: int = 1,
 ) -> PackedBatch:
     """Packs the samples (all, or those listed in `only`) that have at least one target.
 
-    No row is longer than the bucket of `max_row`, unless a single sample is.
+    Rows have `least_width` tokens or more; none is longer than the bucket of `max_row`, unless a single sample is.
     """
     chosen = np.arange(batch.num_samples) if only is None else only
     blocks = _blocks(batch, chosen, share_context, max_row)
     longest = max((block.size for block in blocks), default=1)
-    width = bucket(longest)
+    width = bucket(max(longest, least_width))
     rows = _fill_rows(blocks, width)
     return _lay_out(batch, rows, width)
 

@@ -18,11 +18,11 @@ KIND = "version"
 def save_checkpoint(folder: str | Path, trainer: PolicyTrainer) -> Path:
     """Writes the trainer's state below `folder` and returns its path once it is complete on disk.
 
-    A checkpoint of the same version is replaced.
+    One of the same version stays until it is pruned; the new one is the newest, `version-000012.1`.
     """
-    path = Path(folder).absolute() / f"{KIND}-{trainer.version:06d}"
+    path = saved_folders.free_name(Path(folder).absolute(), KIND, trainer.version)
     with _checkpointer() as checkpointer:
-        checkpointer.save(path, trainer.state(copy=False), force=True)
+        checkpointer.save(path, trainer.state(copy=False))
     return path
 
 

@@ -3,6 +3,7 @@
 Invariants:
 * A folder of such a name is complete: it is written under another name and renamed at the end.
 * What stands under a name is never replaced while it is the newest: a second state of one number gets `<kind>-000012.1`.
+* Where a name must be kept (`replace`), what stands there goes only once the new folder is complete.
 * One process at a time writes to a place; what an interrupted save left behind is removed by the next prune.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 LAST_WRITTEN = "_METADATA"  # orbax writes it after the arrays
@@ -38,6 +40,35 @@ def free_name(folder: Path, kind: str, number: int) -> Path:
         again += 1
         path = plain.with_name(f"{plain.name}.{again}")
     return path
+
+
+def replace(path: Path, write: Callable[[Path], None]) -> None:
+    """`write` makes a complete folder of the name it is given; that takes the place of whatever stands at `path`."""
+    if not path.exists() and not _beside(path, "old").exists():
+        write(path)
+        return
+    fresh, old = _beside(path, "new"), _beside(path, "old")
+    if standing(path) == fresh:  # the process that wrote it was killed between the two renames
+        fresh.rename(path)
+    for rest in (fresh, old):
+        if rest.exists():
+            shutil.rmtree(rest)
+    write(fresh)
+    if path.exists():
+        path.rename(old)
+    fresh.rename(path)
+    if old.exists():
+        shutil.rmtree(old)
+
+
+def standing(path: Path) -> Path:
+    """Where the folder of this name is: `path`, unless a `replace` was killed between its two renames."""
+    fresh = _beside(path, "new")
+    return fresh if not path.exists() and _beside(path, "old").exists() and fresh.exists() else path
+
+
+def _beside(path: Path, suffix: str) -> Path:
+    return path.with_name(f"{path.name}.{suffix}")
 
 
 def prune(folder: Path, kind: str, keep: int) -> list[Path]:

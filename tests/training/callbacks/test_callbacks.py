@@ -40,6 +40,7 @@ from upweight.training.callbacks import (
     WandbLoggerCallback,
     WandbLoggerConfig,
     load_model,
+    save_model,
     tracked,
 )
 
@@ -175,6 +176,34 @@ def test_checkpoints_of_epochs_and_what_is_not_saved(tmp_path: Path) -> None:
         ModelCheckpoint(CheckpointConfig(tmp_path)).on_epoch_end(None, 0, {"val_loss": 1.0})
 
 
+class Interrupted(Exception):
+    pass
+
+
+def test_the_old_model_goes_once_the_new_one_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, found = tmp_path / "epoch-000000", Model(9.0)
+
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise Interrupted
+
+    def loaded() -> float:
+        load_model(path, found)
+        return float(found.weight[0, 0])
+
+    save_model(path, Model(1.0))
+    with monkeypatch.context() as patch:
+        patch.setattr("orbax.checkpoint.PyTreeCheckpointHandler.save", interrupt)
+        with pytest.raises(Interrupted):
+            save_model(path, Model(2.0))
+    assert loaded() == 1.0
+    path.rename(tmp_path / "epoch-000000.old")  # as a kill between the two renames leaves them
+    save_model(tmp_path / "epoch-000000.new", Model(2.0))
+    assert loaded() == 2.0
+    save_model(path, Model(3.0))
+    assert loaded() == 3.0
+    assert [each.name for each in tmp_path.iterdir() if "orbax" not in each.name] == ["epoch-000000"]
+
+
 class Log:
     def __init__(self) -> None:
         self.lines: list[Any] = []
@@ -194,6 +223,9 @@ def test_loggers_of_several_kinds(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     loop(LoggerCallback(JsonlLogger(tmp_path / "deep" / "log.jsonl")), [1.0, 2.0])
     lines = [json.loads(line) for line in (tmp_path / "deep" / "log.jsonl").read_text().splitlines()]
     assert lines == [{"step": 0, "total_loss": 1.0}, {"step": 1, "total_loss": 2.0}]
+    skipped = JsonlLogger(tmp_path / "skipped.jsonl")
+    skipped.log_scalars({"loss": float("nan"), "norm": float("inf"), "low": -float("inf"), "update_skipped": 1.0}, 4)
+    assert skipped.path.read_text() == '{"step": 4, "update_skipped": 1.0}\n'
     with caplog.at_level(logging.INFO):
         loop(LoggerCallback(logging.getLogger("loop")), [0.5])
     assert "step 0 total_loss=0.5" in caplog.text

@@ -36,6 +36,13 @@ class Policy(nnx.Module):
         return logits if self.critic is None else (logits, self.critic(states)[..., 0])
 
 
+class Bigram(Policy):
+    """Looks at the last token only, so that padding before it has no effect."""
+
+    def states(self, tokens: jax.Array) -> jax.Array:
+        return jnp.tanh(self.mix(self.embed(tokens)))
+
+
 class HeadPolicy(Policy):
     """The same arithmetic in two halves, so that the head runs at trained positions only."""
 

@@ -74,6 +74,8 @@ def test_added_fields_are_off() -> None:
         (GRPOConfig, "ratio_level", "batch"),
         (GRPOConfig, "is_mask", (2.0, 0.5)),
         (GRPOConfig, "is_mask", (0.5,)),
+        (GRPOConfig, "is_mask", 5),
+        (GRPOConfig, "is_mask", ["a", 2]),
         (GRPOConfig, "overlong", "soft"),
         (GRPOConfig, "kl_estimator", "k4"),
         (DPOConfig, "beta", math.inf),

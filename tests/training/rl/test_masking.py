@@ -177,3 +177,36 @@ def test_invalid_rows_stay_out_of_loss_and_group() -> None:
     expected, also = twin.eval_step(GroupRolloutBatch(two, 2))
     assert float(loss) == pytest.approx(float(expected), rel=1e-5)
     assert float(metrics["advantages_std"]) == pytest.approx(float(also["advantages_std"]))
+
+
+def widened(batch: Any, left: int, right: int) -> Any:
+    """The batch with untrained tokens before and behind those of each row."""
+    if isinstance(batch, PreferenceBatch):
+        return PreferenceBatch(*(widened(half, left, right) for half in (batch.chosen, batch.rejected)))
+    if isinstance(batch, GroupRolloutBatch):
+        return replace(batch, rollout=widened(batch.rollout, left, right))
+
+    def wide(x: Any) -> np.ndarray:
+        return np.pad(np.asarray(x), ((0, 0), (left, right)))
+
+    if isinstance(batch, GeneratedSequenceBatch):
+        generation = replace(batch.generation, outputs=wide(batch.sequences))
+        return replace(batch, generation=generation, response_mask=wide(batch.response_mask))
+    names = ("old_log_probs", "advantages", "returns", "values", "sampler_log_probs")
+    fields = {name: wide(x) for name in names if (x := getattr(batch, name)) is not None}
+    return replace(batch, sequence_batch=widened(batch.sequence_batch, left, right), **fields)
+
+
+@pytest.mark.parametrize("kind", ["ppo", "grpo", "dpo"])
+def test_padding_side_and_row_order_do_not_matter(kind: str) -> None:
+    """Rows turn about in whole groups and pairs."""
+    more = {} if kind == "ppo" else {"reference": small.Bigram(1)}
+    case = ALL[kind](small.Bigram(critic=kind == "ppo"), **more)
+    start, results = case.trainer.state_dict(), []
+    right, left = widened(case.batch, 0, 3), widened(case.batch, 3, 0)
+    for batch in (right, left, jax.tree.map(lambda x: x[::-1], right)):
+        case.trainer.load_state_dict(start)
+        results.append(step_of(case, batch))
+    for metrics, after in results[1:]:
+        assert metrics == pytest.approx(results[0][0], rel=1e-5, abs=1e-6)
+        assert_same(after, results[0][1], rtol=1e-5, atol=1e-6)

@@ -183,3 +183,67 @@ def test_given_advantages_are_taken_as_they_are() -> None:
     old = own_log_probs(model).astype(np.float32)
     loss, _ = trainer.eval_step(grouped(old_log_probs=old, advantages=OTHER))
     assert float(loss) == pytest.approx(float(-(OTHER * MASK).sum() / 13), rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["reinforce", "ppo", "grpo"])
+def test_a_batch_with_nothing_to_train_moves_nothing(kind: str) -> None:
+    """Nor does decay or momentum; and means over no token are not told."""
+    case = trainers.ALL[kind](Policy(critic=kind == "ppo"))
+    model = case.trainer.model
+    case.trainer.optimizer = nnx.Optimizer(model, optax.adamw(0.1, weight_decay=0.5), wrt=nnx.Param)
+    nothing = np.zeros(small.ROWS, bool)
+    if kind == "grpo":
+        batch = replace(case.batch, rollout=replace(case.batch.rollout, valid=nothing))
+    else:
+        batch = replace(case.batch, valid=nothing)
+    before = small.params(model)
+    ways = [case.trainer.train_step] + ([case.trainer.update] if kind == "ppo" else [])
+    for way in ways:
+        _, metrics = way(batch)
+        assert (metrics["num_tokens"], metrics["update_skipped"]) == (0, 1)
+        assert all(np.isfinite(x) for x in metrics.values())
+        absent = {"ratio_mean", "ratio_max", "approx_kl", "clip_fraction_low", "response_length_mean"}
+        assert not absent & metrics.keys()
+        assert_same(small.params(model), before, 0, 0)
+        assert int(case.trainer.optimizer.step[...]) == 0
+
+
+def test_a_minibatch_with_nothing_to_train_makes_no_update() -> None:
+    case = trainers.ppo()
+    half = replace(case.batch, valid=np.array([True, True, False, False]))
+    metrics = case.trainer.update(half, minibatch_size=2)[1]
+    assert metrics["update_skipped"] == 0
+    assert metrics["ratio_mean"] > 0.7  # not halved
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"is_cap": 2.0}, "is_cap has no effect: the batch has no sampler_log_probs"),
+        ({"is_mask": (0.5, 2.0)}, "is_mask has no effect: the batch has no sampler_log_probs"),
+        ({"kl_coeff": 0.1}, "kl_coeff has no effect without kl_in_reward"),
+        ({"policy_loss": "cispo", "dual_clip": 3.0}, "dual_clip has no effect: policy_loss 'cispo' has none"),
+        ({"policy_loss": "cispo", "ratio_level": "sequence"}, "ratio_level has no effect with policy_loss 'cispo'"),
+    ],
+)
+def test_grpo_options_without_effect_are_warned_of_once(config: dict[str, Any], message: str) -> None:
+    settings = GRPOConfig(num_generations=2, **PLAIN, **config)
+    trainer = GRPOTrainer(model := Policy(), small.optimizer(model), settings)
+    with pytest.warns(UserWarning, match=message):
+        trainer._checked(grouped(old_log_probs=OLD))
+    trainer._checked(grouped(old_log_probs=OLD))
+
+
+def test_a_value_clip_without_old_values_is_warned_of_once() -> None:
+    trainer = PPOTrainer(model := Policy(critic=True), small.optimizer(model), PPOConfig(value_clip=0.2))
+    batch = replace(trainers.batch_for("ppo"), values=None)
+    with pytest.warns(UserWarning, match="value_clip has no effect: the batch has no values"):
+        trainer._checked(batch)
+    trainer._checked(batch)
+    PPOTrainer(model, small.optimizer(model), PPOConfig(value_clip=0.2))._checked(trainers.batch_for("ppo"))
+
+
+def test_cispo_reports_no_clipped_share() -> None:
+    metrics = trainers.grpo(**PLAIN, policy_loss="cispo").trainer.eval_step(grouped(old_log_probs=OLD))[1]
+    assert "ratio_max" in metrics
+    assert not any(name.startswith("clip_fraction") for name in metrics)

@@ -161,3 +161,12 @@ def test_a_kill_while_saving_leaves_the_newest_whole(delay_s: float, tmp_path: P
     assert int(trainer.optimizer.step[...]) == int(newest.name.removeprefix("step-"))
     prune_states(tmp_path, keep=1)
     assert list(tmp_path.iterdir()) == [newest]
+
+
+def test_a_band_given_as_a_list_is_that_of_the_saved_state(tmp_path: Path) -> None:
+    made = trainers.grpo(Policy(), is_mask=[0.5, 2.0])
+    assert made.trainer.config.is_mask == (0.5, 2.0)
+    path = save_state(tmp_path, made.trainer)
+    load_state(path, trainers.grpo(Policy(), is_mask=(0.5, 2.0)).trainer)
+    with pytest.raises(ConfigError, match="is_mask"):
+        load_state(path, trainers.grpo(Policy(), is_mask=(0.5, 3.0)).trainer)

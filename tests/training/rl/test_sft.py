@@ -3,12 +3,11 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from tests.training.rl import small, trainers
-from tests.training.rl.small import MASK, RESPONSE, Arrays, HeadPolicy, Policy, answers, optimizer, tokens
+from tests.training.rl.small import MASK, RESPONSE, Arrays, Bigram, HeadPolicy, Policy, answers, optimizer, tokens
 from tests.training.rl.trainers import assert_same, step_of
 from upweight.training import SFTConfig, SFTTrainer
 
@@ -26,13 +25,6 @@ def test_loss_gradient_and_accuracy() -> None:
     assert metrics["token_accuracy"] == pytest.approx(right / 13)
     assert metrics["num_tokens"] == 13
     assert set(metrics) == {"loss", "token_accuracy", "num_tokens", "grad_norm", "update_skipped"}
-
-
-class Bigram(Policy):
-    """Looks at the last token only, so that padding before it has no effect."""
-
-    def states(self, tokens: jax.Array) -> jax.Array:
-        return jnp.tanh(self.mix(self.embed(tokens)))
 
 
 def test_padding_side_and_row_order_do_not_matter() -> None:

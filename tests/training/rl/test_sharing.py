@@ -1,5 +1,6 @@
 """Prompts of groups computed once: the same loss, gradient and metrics as row by row, to 1e-5."""
 
+import itertools
 from typing import Any
 
 import jax
@@ -8,6 +9,7 @@ import pytest
 from flax import nnx
 
 from tests.training.rl import small
+from tests.training.rl.conftest import Compilations
 from tests.training.rl.trainers import assert_same
 from upweight.models.config import DecoderConfig
 from upweight.models.decoder import Decoder
@@ -25,6 +27,7 @@ from upweight.training import (
     SFTTrainer,
 )
 from upweight.training.rl.sharing import layouts, takes_layout
+from upweight.training.rl.sizes import Sizes
 
 GROUPS, SIZE, PROMPT, LENGTH = 2, 4, 9, 14
 
@@ -113,7 +116,7 @@ def test_what_is_laid_out_and_when() -> None:
     tokens = np.array([[1, 2, 3, 4, 5, 0], [1, 2, 3, 6, 7, 8]], np.int32)
     mask = np.array([[0, 0, 1, 1, 0], [0, 0, 1, 0, 1]], np.float32)
     wide, wide_mask = (np.repeat(x, 8, axis=0) for x in (tokens, mask))
-    (layout,) = layouts([wide], [wide_mask]) or (None,)
+    (layout,) = layouts([wide], [wide_mask], Sizes()) or (None,)
     assert layout is not None
     assert layout.tokens[0, :8].tolist() == [1, 2, 3, 4, 5, 4, 5, 4]
     assert layout.positions[0, :8].tolist() == [0, 1, 2, 3, 4, 3, 4, 3]
@@ -121,10 +124,63 @@ def test_what_is_laid_out_and_when() -> None:
     assert query[0].tolist() == [0, 0, 2, 3, 0]
     assert query[15].tolist() == [0, 0, 2, 0, query[14, 4] + 3]
     distinct = np.arange(16 * 6).reshape(16, 6)
-    assert layouts([distinct], [wide_mask]) is None  # nothing in common
+    assert layouts([distinct], [wide_mask], Sizes()) is None  # nothing in common
 
 
 def test_plain_models_are_called_as_ever() -> None:
     assert not takes_layout(small.Policy())
     assert not takes_layout(small.HeadPolicy())
     assert takes_layout(Decoder.__new__(Decoder))
+
+
+def answers_of(prompt: int, least: int, seed: int, rows: int = 8, length: int = 96) -> Any:
+    """One shape, two groups; answers of `least` to all tokens that the prompt leaves."""
+    draw = np.random.default_rng(seed)
+    tokens = draw.integers(0, 29, (rows, length)).astype(np.int32)
+    tokens[:, :prompt] = np.repeat(tokens[: rows // SIZE, :prompt], SIZE, axis=0)
+    ends = prompt + draw.integers(least, length - prompt, rows, endpoint=True)
+    at = np.arange(length)
+    response = ((at >= prompt) & (at < ends[:, None])).astype(np.float32)
+    sequences = GeneratedSequenceBatch.from_sequences(
+        tokens, response_mask=response, rewards=np.arange(rows, dtype=np.float32) % 3
+    )
+    old = np.full((rows, length - 1), -3.0, np.float32)
+    return GroupRolloutBatch(SequenceRolloutBatch(sequences, old_log_probs=old), SIZE)
+
+
+def policy_alone(config: DecoderConfig, params: Params) -> GRPOTrainer:
+    model = Decoder(config, params)
+    return GRPOTrainer(model, small.optimizer(model), GRPOConfig.preset("dapo", num_generations=SIZE))
+
+
+def test_less_in_a_batch_of_one_shape_compiles_nothing(
+    config: DecoderConfig, params: Params, compilations: Compilations
+) -> None:
+    """After one batch that shares nothing worth it and one that shares, whatever is trained in others."""
+    trainer = policy_alone(config, params)
+    forms = []
+    for step, (prompt, least) in enumerate([(10, 86), (48, 48), (80, 1), (64, 10), (10, 60), (12, 80), (90, 1)]):
+        batch = answers_of(prompt, least, seed=step)
+        before = compilations.total
+        trainer.train_step(batch)
+        assert step < 2 or compilations.total == before
+        forms.append(trainer._pieces([batch], 1)[0][0][1].layout is not None)
+    assert forms == [False, True, True, True, False, False, True]
+
+
+def test_one_shape_has_few_sizes_which_only_grow(config: DecoderConfig, params: Params) -> None:
+    trainer, found = policy_alone(config, params), []
+    for seed in range(40):
+        ((_, places),) = trainer._pieces([answers_of(5 + 2 * seed % 83, 1, seed)], 1)[0]
+        found.append((len(places.index), None if places.layout is None else places.layout.tokens.shape))
+    laid = [layout for _, layout in found if layout is not None]
+    counts = [count for count, _ in found]
+    assert len(laid) > 10
+    assert counts == sorted(counts)
+    assert all(a[0] <= b[0] and a[1] <= b[1] for a, b in itertools.pairwise(laid))
+    assert len(set(found)) <= 8
+
+    again = policy_alone(config, params)  # a trainer that goes on from a saved state pads as the one that was saved
+    again.load_state_dict(trainer.state_dict())
+    ((_, places),) = again._pieces([answers_of(90, 1, 0)], 1)[0]
+    assert (len(places.index), places.layout.tokens.shape) == (counts[-1], laid[-1])

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from upweight.errors import ConfigError, TrainingError
+from upweight.training import saved_folders
 from upweight.training.callbacks.base import BaseCallback, Logs
 from upweight.training.callbacks.early_stopping import check_mode
 from upweight.training.rl.state import restore, snapshot
@@ -36,7 +37,7 @@ class Saved(NamedTuple):
 
 
 class ModelCheckpoint(BaseCallback):
-    """Saves the model when the monitored value is among the `save_top_k` best, and removes what no longer is.
+    """Saves the model when the monitored value is among the `save_top_k` best, and removes what of its own no longer is.
 
     The model is that of the trainer; a loop without one gives it here. A folder of the final name is complete.
     """
@@ -96,14 +97,14 @@ def save_model(path: str | Path, model: Any) -> None:
     import orbax.checkpoint as orbax  # slow to import
 
     with orbax.PyTreeCheckpointer() as checkpointer:
-        checkpointer.save(Path(path).absolute(), snapshot(model), force=True)
+        saved_folders.replace(Path(path).absolute(), lambda folder: checkpointer.save(folder, snapshot(model)))
 
 
 def load_model(path: str | Path, model: Any) -> None:
     """Puts saved arrays into a model of the same form, in place; `TrainingError` when there are none or they do not fit."""
     import orbax.checkpoint as orbax
 
-    folder = Path(path).absolute()
+    folder = saved_folders.standing(Path(path).absolute())
     if not folder.is_dir():
         raise TrainingError(f"{folder} holds no saved model; see ModelCheckpoint.best_model_path")
     mine = snapshot(model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -109,12 +110,14 @@ def _line(metrics: Mapping[str, float]) -> str:
 
 
 class JsonlLogger:
-    """A file with one JSON object a line: step and metrics. For `LoggerCallback`."""
+    """A file with one JSON object a line: step and metrics, without those that are not finite, which JSON can't write. For
+    `LoggerCallback`."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
 
     def log_scalars(self, metrics: Mapping[str, float], step: int) -> None:
+        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, **metrics}) + "\n")
+            file.write(json.dumps({"step": step, **finite}, allow_nan=False) + "\n")

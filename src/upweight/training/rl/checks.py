@@ -50,5 +50,21 @@ def check_tree(name: str, tree: PyTree, rows: int) -> None:
 
 
 def check_positive(name: str, value: int) -> None:
+    """`BatchError` unless a whole number of at least 1, of Python or numpy."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise BatchError(f"{name} is {value!r}, it must be a whole number")
     if value <= 0:
         raise BatchError(f"{name} is {value}, it must be positive")
+
+
+def check_mask(name: str, mask: Array | None) -> None:
+    """`BatchError` for NaN in a mask that is on the host, where a look at it costs nothing."""
+    on_host = mask is not None and not isinstance(mask, jax.Array)
+    if on_host and np.issubdtype((given := np.asarray(mask)).dtype, np.floating) and np.isnan(given).any():
+        raise BatchError(f"{name} holds NaN; a mask holds 1 where something counts and 0 elsewhere")
+
+
+def check_any_rows(name: str, array: Array) -> None:
+    """`BatchError` for a batch of nothing."""
+    if array.shape[0] == 0:
+        raise BatchError(f"{name} has shape {tuple(array.shape)}; a step needs at least one row")

@@ -110,7 +110,7 @@ class CompiledStep:
         totals: Totals,
         target_kl: float | None = None,
     ) -> tuple[jax.Array, Metrics]:
-        """One update from the gradients of all pieces, in place."""
+        """One update from the gradients of all pieces, in place; none when nothing is trained. `totals` are on the host."""
         form, (params, rest) = split(model, self._wrt)
         started, total, found = rest, None, []
         for inputs, places in pieces:
@@ -122,7 +122,11 @@ class CompiledStep:
             found.append((loss, metrics))
         loss, metrics = join(found)
         opt_form, opt_state = taken_apart(optimizer)
-        allowed = True if target_kl is None else metrics["approx_kl"] <= target_kl
+        allowed: Any = (
+            totals.tokens > 0
+        )  # with no token the gradient is 0, but decay or momentum would move the weights
+        if allowed and target_kl is not None:
+            allowed = metrics["approx_kl"] <= target_kl
         changed, kept = _changes(started, rest)
         params, opt_state, changed, report = self._update(
             form, opt_form, params, (started, kept, changed), opt_state, total, loss, allowed
@@ -216,14 +220,15 @@ def add_trees(a: Any, b: Any) -> Any:
 @jax.jit
 def _join(found: list[tuple[jax.Array, Metrics]]) -> tuple[jax.Array, Metrics]:
     metrics = {}
-    for name in found[0][1]:
+    for name in (name for name in found[0][1] if all(name in each for _, each in found)):
         values = jnp.stack([each[name] for _, each in found])
         metrics[name] = jnp.max(values) if name.endswith("_max") else jnp.sum(values)
     return sum(loss for loss, _ in found), metrics  # type: ignore[return-value]
 
 
 def join(found: list[tuple[jax.Array, Metrics]]) -> tuple[jax.Array, Metrics]:
-    """Loss and metrics of a batch from those of its parts: sums, and of maxima the greatest."""
+    """Loss and metrics of a batch from those of its parts: sums, and of maxima the greatest. One that a part lacks is
+    none of the batch."""
     return found[0] if len(found) == 1 else _join(found)
 
 

@@ -5,8 +5,11 @@ A field that none of the fields before it needs is off by default. `max_grad_nor
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from upweight.errors import ConfigError
 from upweight.training.rl.ranges import Range, check_config
@@ -81,6 +84,8 @@ class GRPOConfig:
 
     def __post_init__(self) -> None:
         check_config(self)
+        if self.is_mask is not None:
+            self.is_mask = _band(self.is_mask)
         if self.overlong != "none" and self.overlong_length is None:
             raise ConfigError(f"GRPOConfig.overlong is {self.overlong!r} and overlong_length None; give the length")
         if self.overlong == "soft" and not 1 <= self.overlong_buffer <= (self.overlong_length or 0):
@@ -88,10 +93,6 @@ class GRPOConfig:
                 f"GRPOConfig.overlong_buffer is {self.overlong_buffer}; for overlong 'soft' it must be in "
                 f"[1, {self.overlong_length}], the overlong_length"
             )
-        if self.is_mask is not None and not (
-            len(self.is_mask) == 2 and self.is_mask[0] in Range(0) and self.is_mask[1] in Range(self.is_mask[0])
-        ):
-            raise ConfigError(f"GRPOConfig.is_mask is {self.is_mask!r}; it must be (low, high) with 0 ≤ low ≤ high")
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> GRPOConfig:
@@ -157,6 +158,15 @@ class SFTConfig:
 
     def __post_init__(self) -> None:
         check_config(self)
+
+
+def _band(given: Any) -> tuple[float, float]:
+    """Any pair as a tuple, so that configs of equal bands are equal."""
+    items = given if isinstance(given, Iterable) else ()
+    pair = tuple(x.item() if isinstance(x, np.generic) else x for x in items)
+    if len(pair) == 2 and pair[0] in Range(0) and pair[1] in Range(pair[0]):
+        return pair
+    raise ConfigError(f"GRPOConfig.is_mask is {given!r}; it must be (low, high) with 0 ≤ low ≤ high")
 
 
 def _check_no_norm(aggregation: str) -> None:

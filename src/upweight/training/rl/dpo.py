@@ -18,7 +18,7 @@ from upweight.training.rl.configs import DPOConfig
 from upweight.training.rl.inputs import Inputs, Totals
 from upweight.training.rl.pairs import check_pairs, from_mapping, pad_pair, reference_scores, side_by_side
 from upweight.training.rl.scoring import Places, score_actions
-from upweight.training.rl.trainer import SequenceTrainer
+from upweight.training.rl.trainer import SequenceTrainer, config_of
 from upweight.training.rl.types import GeneratedSequenceBatch, canonicalize_response_mask
 
 
@@ -39,7 +39,7 @@ class DPOTrainer(SequenceTrainer[DPOConfig]):
         policy_adapter: Any = None,
         reference_adapter: Any = None,
     ) -> None:
-        config = DPOConfig() if config is None else config
+        config = config_of(DPOConfig, config, self)
         self.policy_adapter = SequencePolicyAdapter(model) if policy_adapter is None else policy_adapter
         if reference_adapter is None and reference_model is not None:
             reference_adapter = SequencePolicyAdapter(reference_model)

@@ -10,7 +10,7 @@ from upweight.ops.logprobs import entropies, kl_divergences
 from upweight.ops.masked_stats import masked_mean, masked_normalize, normalize
 from upweight.ops.policy_loss import LOSSES, Limits
 from upweight.ops.returns import discounted_returns, gae
-from upweight.training.rl.checks import Array, as_array
+from upweight.training.rl.checks import Array, as_array, check_shape
 
 __all__ = [
     "compute_clipped_surrogate_loss",
@@ -81,7 +81,8 @@ def compute_clipped_surrogate_loss(
     log_probs: Array, old_log_probs: Array, advantages: Array, clip_param: float
 ) -> jax.Array:
     """−mean min(ρA, clip(ρ, 1 ± ε)A), ρ = exp(log_probs − old_log_probs) with the exponent clamped to ±20."""
-    ones = jnp.ones(jnp.shape(log_probs), jnp.float32)
+    log_probs = as_array("log_probs", log_probs)
+    ones = jnp.ones(log_probs.shape, jnp.float32)
     return compute_masked_clipped_surrogate_loss(log_probs, old_log_probs, advantages, ones, clip_param)
 
 
@@ -89,11 +90,13 @@ def compute_masked_clipped_surrogate_loss(
     log_probs: Array, old_log_probs: Array, advantages: Array, mask: Array, clip_param: float
 ) -> jax.Array:
     """The same, the mean taken over the places of `mask`."""
-    mask = _float32("mask", mask)
+    mask, advantages = _float32("mask", mask), _float32("advantages", advantages)
     lp, old = _float32("log_probs", log_probs), _float32("old_log_probs", old_log_probs)
+    for name, array in (("old_log_probs", old), ("advantages", advantages), ("mask", mask)):
+        check_shape(name, array, lp.shape, "that of log_probs")
     limits = Limits(low=clip_param, high=clip_param)
     one_sample = jnp.zeros(mask.shape, jnp.int32)
-    loss = LOSSES["clip"](lp, old, _float32("advantages", advantages), mask, one_sample, limits)
+    loss = LOSSES["clip"](lp, old, advantages, mask, one_sample, limits)
     return masked_mean(loss, mask)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from flax import nnx
 
 from upweight.errors import BatchError
-from upweight.training.rl.checks import Array, PyTree, as_array, check_rows, check_shape, check_tree
+from upweight.training.rl.checks import Array, PyTree, as_array, check_mask, check_rows, check_shape, check_tree
 from upweight.training.rl.requests import check_steps, steps_of
 
 
@@ -22,6 +22,7 @@ class GeneratedBatch(nnx.Pytree):
     rewards: Array | None = nnx.data(default=None)  # (B,)
 
     def __post_init__(self) -> None:
+        check_mask("output_mask", self.output_mask)
         for name in ("outputs", "output_mask", "old_log_probs", "reference_log_probs", "rewards"):
             setattr(self, name, as_array(name, getattr(self, name)))
         if self.outputs is None or not self.outputs.shape:
@@ -52,6 +53,7 @@ class GeneratedSequenceBatch(nnx.Pytree):
         if len(shape) < 2:
             raise BatchError(f"sequences has shape {shape}, it must have a batch and a length dimension")
         for name in ("prompt_mask", "response_mask"):
+            check_mask(name, getattr(self, name))
             array = as_array(name, getattr(self, name))
             check_shape(name, array, shape, "the shape of sequences; see canonicalize_response_mask for (B,S−1) masks")
             setattr(self, name, array)

@@ -12,7 +12,7 @@ from upweight.errors import BatchError, BatchTypeError, ConfigError
 from upweight.ops.corrections import importance_weight
 from upweight.ops.policy_loss import KL_ESTIMATORS, LOSSES, Limits, sequence_ratio
 from upweight.training.rl.adapters import SequencePolicyAdapter
-from upweight.training.rl.checks import Array, as_array
+from upweight.training.rl.checks import Array, as_array, check_positive
 from upweight.training.rl.compiled import Metrics
 from upweight.training.rl.configs import GRPOConfig
 from upweight.training.rl.grpo_advantages import group_advantages, normalized_rewards, trained_mask
@@ -27,6 +27,7 @@ from upweight.training.rl.policy_gradient import (
 )
 from upweight.training.rl.rollouts import GroupRolloutBatch, SequenceRolloutBatch, check_whole_groups
 from upweight.training.rl.scoring import Places, score_actions
+from upweight.training.rl.trainer import config_of
 
 LOSS_OF_LEVEL = {"token": "clip", "sequence": "clip_sequence", "sequence_sum": "clip_sequence_term"}
 
@@ -48,7 +49,7 @@ class GRPOTrainer(RolloutTrainer[GRPOConfig]):
         policy_adapter: Any = None,
         reference_adapter: Any = None,
     ) -> None:
-        config = GRPOConfig() if config is None else config
+        config = config_of(GRPOConfig, config, self)
         if config.loss_aggregation == "seq_mean_token_sum_norm" and config.max_response_length is None:
             raise ConfigError(
                 "GRPOConfig.max_response_length is None; loss_aggregation 'seq_mean_token_sum_norm' divides by it, give a number"
@@ -64,6 +65,7 @@ class GRPOTrainer(RolloutTrainer[GRPOConfig]):
         rewards = as_array("rewards", rewards)
         if rewards.ndim != 1:
             raise BatchError(f"rewards has shape {tuple(rewards.shape)}, it must be (B,)")
+        check_positive("group_size", group_size)
         check_whole_groups(rewards.shape[0], group_size)
         return normalized_rewards(rewards, group_size, self.config.std_ddof, eps)
 
@@ -94,12 +96,31 @@ class GRPOTrainer(RolloutTrainer[GRPOConfig]):
             self._warn_once(
                 "group_size", f"group_size is {size} and num_generations {config.num_generations}: the batch's is used"
             )
+        self._warn_of_options(rollout)
         wanted = config.beta > 0 or (config.kl_in_reward and config.kl_coeff > 0)
         if wanted and self.reference_adapter is None and reference_log_probs(rollout) is None:
             self._warn_once(
                 "reference",
                 "a KL is asked for, but there is no reference model, adapter or reference_log_probs: it is 0",
             )
+
+    def _warn_of_options(self, rollout: Any) -> None:
+        """Options that the others, or what the batch lacks, leave without effect."""
+        config = self.config
+        old, sampler = old_log_probs(rollout) is not None, rollout.sampler_log_probs is not None
+        if config.proximal == "batch":
+            if config.is_cap is not None and not sampler:
+                self._warn_once("is_cap", "is_cap has no effect: the batch has no sampler_log_probs")
+            if config.is_mask is not None and not (sampler and old):
+                missing = "sampler_log_probs" if old else "old_log_probs"
+                self._warn_once("is_mask", f"is_mask has no effect: the batch has no {missing}")
+        if config.kl_coeff > 0 and not config.kl_in_reward:
+            self._warn_once("kl_coeff", "kl_coeff has no effect without kl_in_reward; beta is for the KL in the loss")
+        if config.policy_loss != "clip":
+            if config.dual_clip is not None:
+                self._warn_once("dual_clip", f"dual_clip has no effect: policy_loss {config.policy_loss!r} has none")
+            if config.ratio_level != "token":
+                self._warn_once("ratio_level", f"ratio_level has no effect with policy_loss {config.policy_loss!r}")
 
     def _prepare(self, model: Any, reference: Any, batch: Any) -> tuple[Inputs, Metrics]:
         config, rollout = self.config, batch.rollout
@@ -178,6 +199,8 @@ class GRPOTrainer(RolloutTrainer[GRPOConfig]):
             level = config.ratio_level if config.policy_loss == "clip" else "token"
             ratio = None if level == "token" else sequence_ratio(lp, old, trained, places.row, limits, level)
             metrics = ratio_metrics(lp, old, places, totals, config.clip_param, high, ratio)
+            if config.policy_loss == "cispo":  # clips no ratio, only its weight
+                metrics = {name: x for name, x in metrics.items() if not name.startswith("clip_fraction")}
         if "sampler" in inputs.arrays and (config.is_cap is not None or config.proximal == "recomputed"):
             sampler = places.pick(inputs.arrays["sampler"]).astype(jnp.float32)
             weight = importance_weight(old, sampler, trained, config.is_cap)

@@ -14,6 +14,7 @@ from upweight.ops.policy_loss import AGGREGATIONS
 from upweight.training.rl.devices import Placement, on_host
 from upweight.training.rl.scoring import Places, trained_places
 from upweight.training.rl.sharing import layouts
+from upweight.training.rl.sizes import Sizes
 
 UNWHITENED = "unwhitened"
 
@@ -89,11 +90,13 @@ def cut(
     everywhere: bool,
     share: bool,
     placement: Placement | None,
+    sizes: Sizes,
 ) -> list[tuple[Inputs, Places]]:
     """One piece for each list of rows, all of one shape, with the places of its trained actions.
 
     `mask` is that of the inputs, on the host; `everywhere` takes all places instead of the trained ones. `share` computes once
-    what rows of a piece have in common, where that is worth it. With a placement pieces lie on its devices.
+    what rows of a piece have in common, where that is worth it. With a placement pieces lie on its devices. `sizes` are those
+    that earlier pieces had; these are no smaller, so that a shape that was met compiles nothing for having less in it.
     """
     size = max(len(part) for part in parts)
     whole = len(parts) == 1 and np.array_equal(parts[0], np.arange(mask.shape[0]))
@@ -107,11 +110,12 @@ def cut(
         masks.append(own.reshape(-1, own.shape[-1]))
     count = masks[0].size
     if not everywhere:
-        count = min(count, power_bucket(max(int((own > 0).sum()) for own in masks)))
+        trained = max(int((own > 0).sum()) for own in masks)
+        count = sizes.places(masks[0].shape, min(count, power_bucket(trained)))
     places = [_places(own, count) for own in masks]
     if placement is not None:
         pieces, places = ([placement.put_rows(x) for x in several] for several in (pieces, places))
-    laid = layouts(_tokens(inputs, parts, size), masks, placement) if share else None
+    laid = layouts(_tokens(inputs, parts, size), masks, sizes, placement) if share else None
     if laid is not None:
         places = [each._replace(layout=layout) for each, layout in zip(places, laid, strict=True)]
     return list(zip(pieces, places, strict=True))

@@ -6,11 +6,12 @@ import jax
 import jax.numpy as jnp
 
 from upweight.errors import BatchError
-from upweight.training.rl.checks import Array, as_array
+from upweight.training.rl.checks import Array, as_array, check_mask
 
 
 def canonicalize_response_mask(sequences: Array, mask: Array | None) -> jax.Array | None:
     """A mask of the sequences' shape (B,S). One over actions (B,S−1) gets a column of zeros in front; None stays None."""
+    check_mask("response_mask", mask)
     sequences, mask = as_array("sequences", sequences), as_array("response_mask", mask)
     if mask is None or mask.shape == sequences.shape:
         return mask

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from upweight.errors import BatchError, BatchTypeError, MissingBatchKey
-from upweight.training.rl.checks import as_array
+from upweight.training.rl.checks import as_array, check_any_rows
 from upweight.training.rl.padding import Shapes, pad_sequences
 from upweight.training.rl.rollouts import action_mask
 from upweight.training.rl.types import (
@@ -62,6 +62,7 @@ def check_pairs(batch: Any) -> None:
             raise BatchError(f"{name}.sequences has shape {tuple(half.sequences.shape)}, it must be (B, S) with S ≥ 2")
         if not jnp.issubdtype(half.sequences.dtype, jnp.integer):
             raise BatchTypeError(f"{name}.sequences has dtype {half.sequences.dtype}, trainers need integer token ids")
+        check_any_rows(f"{name}.sequences", half.sequences)
         reference = half.reference_log_probs
         rows, length = half.sequences.shape
         if reference is not None and tuple(reference.shape) not in ((rows,), (rows, length - 1)):

@@ -14,6 +14,7 @@ from upweight.ops.masked_stats import masked
 from upweight.ops.policy_loss import log_ratio
 from upweight.ops.returns import at_last_action
 from upweight.training.rl.adapters import SequencePolicyAdapter
+from upweight.training.rl.checks import check_any_rows
 from upweight.training.rl.compiled import Metrics
 from upweight.training.rl.inputs import Inputs, Totals, aggregate, token_mean
 from upweight.training.rl.padding import pad_rollout
@@ -70,6 +71,7 @@ def check_rollout(batch: Any, trainer: str) -> None:
         raise BatchTypeError(f"sequences has dtype {rollout.sequences.dtype}, trainers need integer token ids")
     if rollout.sequences.shape[1] < 2:
         raise BatchError(f"sequences has shape {tuple(rollout.sequences.shape)}; an action needs a token before it")
+    check_any_rows("sequences", rollout.sequences)
     check_again(rollout, rollout.sequence_batch, rollout.sequence_batch.generation)
     if isinstance(batch, GroupRolloutBatch):
         check_whole_groups(batch.batch_size, batch.group_size)

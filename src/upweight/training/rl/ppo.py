@@ -15,7 +15,7 @@ from upweight.ops.policy_loss import KL_ESTIMATORS, LOSSES, Limits
 from upweight.ops.returns import gae
 from upweight.ops.value_loss import explained_variance, moments_of, squared_error
 from upweight.training.rl.adapters import SequenceValueHeadAdapter
-from upweight.training.rl.checks import Array, as_array
+from upweight.training.rl.checks import Array, as_array, check_positive
 from upweight.training.rl.compiled import Metrics, join
 from upweight.training.rl.configs import PPOConfig
 from upweight.training.rl.devices import on_host
@@ -37,6 +37,7 @@ from upweight.training.rl.policy_gradient import (
     token_rewards,
 )
 from upweight.training.rl.scoring import Places, score_actions
+from upweight.training.rl.trainer import applying, config_of
 
 # Means over the trained actions, from which the variances follow; they add up over parts of a batch.
 MOMENTS = ("_return", "_return_squared", "_error", "_error_squared")
@@ -60,7 +61,7 @@ class PPOTrainer(RolloutTrainer[PPOConfig]):
     ) -> None:
         self.value_adapter = SequenceValueHeadAdapter(model) if value_adapter is None else value_adapter
         others = {"value": self.value_adapter}
-        super().__init__(model, optimizer, PPOConfig() if config is None else config, policy_adapter, others)
+        super().__init__(model, optimizer, config_of(PPOConfig, config, self), policy_adapter, others)
 
     def compute_gae(self, rewards: Array, values: Array, dones: Array | None) -> jax.Array:
         """Advantages of rewards (T,) or (B,T), with values of T or T + 1 steps; float32."""
@@ -98,11 +99,12 @@ class PPOTrainer(RolloutTrainer[PPOConfig]):
         """Several updates from one rollout: `epochs` passes over minibatches of so many rows (None = all rows at once).
 
         Advantages are computed and whitened once, over the whole rollout. Rows are taken in order, or with a `seed` shuffled
-        anew in every pass. Returns the mean loss and metrics of the updates; `update_skipped` is the share that was skipped.
+        anew in every pass. Minibatches without a trained token make no update. Returns the mean loss and metrics of the
+        updates; `update_skipped` is the share that was skipped.
         """
         for name, value in (("epochs", epochs), ("minibatch_size", minibatch_size)):
-            if value is not None and value < 1:
-                raise BatchError(f"{name} is {value}, it must be at least 1")
+            if value is not None:
+                check_positive(name, value)
         batch = self._checked(rollout)
         count = rollout_of(batch).batch_size
         (inputs,), extra = self._prepared([batch])
@@ -113,14 +115,13 @@ class PPOTrainer(RolloutTrainer[PPOConfig]):
         for _ in range(epochs):
             order = np.arange(count) if random is None else random.permutation(count)
             parts = [order[i : i + size] for i in range(0, count, size)]
-            for piece in self._cut(inputs, mask, parts):
-                own = piece[1].trained
-                rows = len(np.unique(piece[1].row[own > 0]))
-                totals = Totals(np.float32((own > 0).sum()), np.float32(rows))
-                found.append(self._updated([piece], totals))
+            for part, piece in zip(parts, self._cut(inputs, mask, parts), strict=True):
+                totals = Totals.of(mask[part], np)
+                if totals.tokens > 0 or not mask.any():
+                    found.append(self._updated([piece], totals))
         loss, metrics = join(found)
         share = {name: x if name.endswith("_max") else x / len(found) for name, x in metrics.items()}
-        return loss / len(found), self._finished(share | extra)
+        return loss / len(found), self._finished(applying(share, Totals.of(mask, np)) | extra)
 
     def _checked(self, batch: Any) -> Any:
         check_rollout(batch, "PPOTrainer")
@@ -134,6 +135,8 @@ class PPOTrainer(RolloutTrainer[PPOConfig]):
             )
         if self.config.kl_coeff > 0 and reference_log_probs(rollout) is None:
             self._warn_once("kl", "kl_coeff > 0, but the batch has no reference_log_probs: the KL is left out")
+        if self.config.value_clip is not None and rollout.values is None and not missing:
+            self._warn_once("value_clip", "value_clip has no effect: the batch has no values to clip at")
         return batch
 
     def _prepare(self, model: Any, reference: Any, batch: Any) -> tuple[Inputs, Metrics]:

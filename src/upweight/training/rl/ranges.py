@@ -6,6 +6,8 @@ import math
 from dataclasses import fields
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from upweight.errors import ConfigError
 from upweight.ops.policy_loss import AGGREGATIONS, KL_ESTIMATORS
 
@@ -78,6 +80,11 @@ def check_config(config: Any) -> None:
     name = type(config).__name__
     for field in fields(config):
         value = getattr(config, field.name)
+        if isinstance(
+            value, np.generic
+        ):  # a number of numpy becomes Python's, so that configs compare and can be written
+            value = value.item()
+            setattr(config, field.name, value)
         if value is None and "None" in str(field.type):
             continue
         if isinstance(field.default, bool):

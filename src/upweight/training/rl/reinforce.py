@@ -20,6 +20,7 @@ from upweight.training.rl.functions import normalize_advantages
 from upweight.training.rl.inputs import UNWHITENED, Inputs, Totals
 from upweight.training.rl.policy_gradient import RolloutTrainer, check_rollout, count_metrics, rollout_of
 from upweight.training.rl.scoring import Places, score_actions
+from upweight.training.rl.trainer import config_of
 
 
 class REINFORCETrainer(RolloutTrainer[REINFORCEConfig]):
@@ -37,7 +38,7 @@ class REINFORCETrainer(RolloutTrainer[REINFORCEConfig]):
         *,
         policy_adapter: Any = None,
     ) -> None:
-        super().__init__(model, optimizer, REINFORCEConfig() if config is None else config, policy_adapter)
+        super().__init__(model, optimizer, config_of(REINFORCEConfig, config, self), policy_adapter)
 
     def compute_returns(self, rewards: Array) -> jax.Array:
         """Discounted returns of rewards (T,) or (B,T), float32; `BatchError` for another rank."""

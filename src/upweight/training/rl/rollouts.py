@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from upweight.errors import BatchError
-from upweight.training.rl.checks import Array, as_array, check_positive, check_shape
+from upweight.training.rl.checks import Array, as_array, check_mask, check_positive, check_shape
 from upweight.training.rl.generations import GeneratedSequenceBatch
 
 T = TypeVar("T")
@@ -52,6 +52,7 @@ class SequenceRolloutBatch(nnx.Pytree):
             array = as_array(name, getattr(self, name))
             check_shape(name, array, self.action_shape, "one number for each action: batch, length − 1")
             setattr(self, name, array)
+        check_mask("valid", self.valid)
         for name in ("temperature", "valid"):
             array = as_array(name, getattr(self, name))
             check_shape(name, array, (shape[0],), "one number a row")

@@ -37,6 +37,7 @@ def save_state(
     draws from itself. `ConfigError` for a cursor that is not JSON.
     """
     about = trainer.state_beside_arrays()
+    _check_keys(cursor)
     try:
         text = json.dumps({**about, "cursor": cursor})
     except TypeError as error:
@@ -78,8 +79,7 @@ def load_state(
         only = orbax.args.PyTreeRestore(item=wanted, restore_args=arguments, partial_restore=True)
         state = checkpointer.restore(path, args=only)
     about = json.loads(bytes(np.asarray(state.pop("about"))))
-    config = {name: tuple(x) if isinstance(x, list) else x for name, x in about["config"].items()}
-    trainer.load_state_dict({**state, **about, "config": config})
+    trainer.load_state_dict({**state, **about})
     if rngs is not None:
         restore(rngs, state["rngs"])
     cursor: dict[str, Any] | None = about["cursor"]
@@ -94,6 +94,16 @@ def newest_state(folder: str | Path) -> Path | None:
 def prune_states(folder: str | Path, keep: int) -> list[Path]:
     """Deletes all but the newest `keep` states (at least one stays), and remains of interrupted saves."""
     return saved_folders.prune(Path(folder), KIND, keep)
+
+
+def _check_keys(cursor: Any) -> None:
+    """`ConfigError` for keys that JSON would turn into text."""
+    if isinstance(cursor, Mapping):
+        for key in cursor:
+            if not isinstance(key, str):
+                raise ConfigError(f"cursor has the key {key!r}, which JSON holds as text only; use {str(key)!r}")
+    for part in cursor.values() if isinstance(cursor, Mapping) else cursor if isinstance(cursor, list | tuple) else ():
+        _check_keys(part)
 
 
 def _modules(trainer: SequenceTrainer[Any], rngs: nnx.Rngs | None) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from flax import nnx
 
 from upweight.errors import BatchError, BatchTypeError
 from upweight.training.rl.adapters import SequencePolicyAdapter, mask_of
+from upweight.training.rl.checks import check_any_rows
 from upweight.training.rl.compiled import Metrics
 from upweight.training.rl.configs import SFTConfig
 from upweight.training.rl.inputs import Inputs, Totals, token_mean
@@ -17,7 +18,7 @@ from upweight.training.rl.padding import pad_sequences
 from upweight.training.rl.pairs import host_mask
 from upweight.training.rl.policy_gradient import check_again
 from upweight.training.rl.scoring import Places, score_actions
-from upweight.training.rl.trainer import SequenceTrainer
+from upweight.training.rl.trainer import SequenceTrainer, config_of
 from upweight.training.rl.types import GeneratedSequenceBatch
 
 
@@ -28,7 +29,7 @@ class SFTTrainer(SequenceTrainer[SFTConfig]):
         self, model: nnx.Module, optimizer: Any, config: SFTConfig | None = None, *, policy_adapter: Any = None
     ) -> None:
         self.policy_adapter = SequencePolicyAdapter(model) if policy_adapter is None else policy_adapter
-        config = SFTConfig() if config is None else config
+        config = config_of(SFTConfig, config, self)
         super().__init__(model, optimizer, config, {"policy": self.policy_adapter}, None)
 
     def _checked(self, batch: Any) -> Any:
@@ -39,6 +40,7 @@ class SFTTrainer(SequenceTrainer[SFTConfig]):
             raise BatchError(f"sequences has shape {tuple(tokens.shape)}, it must be (B, S) with S ≥ 2")
         if not jnp.issubdtype(tokens.dtype, jnp.integer):
             raise BatchTypeError(f"sequences has dtype {tokens.dtype}, trainers need integer token ids")
+        check_any_rows("sequences", tokens)
         check_again(batch, batch.generation)
         if not _has_tracers(batch) and not host_mask(batch).any():
             raise BatchError("response_mask has 0 trainable tokens: it is 0 on every token after the first of each row")

@@ -19,6 +19,7 @@ import numpy as np
 from upweight.ops.packing import PackedBatch, pack
 from upweight.training.policy_step import allowed_mask
 from upweight.training.rl.devices import Placement
+from upweight.training.rl.sizes import Sizes
 
 WORTH_IT = 0.8  # of the tokens that the rows have as they are
 LONGEST = 1024  # of a packed row, unless two plain ones are longer: attention costs the square of it
@@ -59,19 +60,26 @@ def takes_layout(model: Any) -> bool:
 
 
 def layouts(
-    tokens: list[np.ndarray], masks: list[np.ndarray], placement: Placement | None = None
+    tokens: list[np.ndarray], masks: list[np.ndarray], sizes: Sizes, placement: Placement | None = None
 ) -> list[Layout] | None:
-    """One layout for each piece (tokens [B,S], mask [B,S−1]), all of one shape; None when it is not worth it."""
+    """One layout for each piece (tokens [B,S], mask [B,S−1]), all of one shape; None when it is not worth it.
+
+    The size is none below the one that batches of this shape had before; one that would no longer be worth it is not taken.
+    """
     rows, length = tokens[0].shape
+    least_height, least_width = sizes.packed((rows, length - 1))
     flat = [rows_of(*piece) for piece in zip(tokens, masks, strict=True)]
     if max(map(least_tokens, flat)) > WORTH_IT * rows * length:
         return None
-    packed = [pack(each, max_row=max(LONGEST, 2 * length)) for each in flat]
+    limit = max(LONGEST, 2 * length)
+    packed = [pack(each, max_row=limit, least_width=max(1, least_width)) for each in flat]
     height, width = (max(each.tokens.shape[axis] for each in packed) for axis in (0, 1))
+    height = max(height, least_height)
     if placement is not None:
         height = -(-height // placement.row_parts) * placement.row_parts
     if height * width > WORTH_IT * rows * length:
         return None
+    sizes.pack((rows, length - 1), height, width)
     laid = [_layout(each, own.place, (rows, length), height, width) for each, own in zip(packed, flat, strict=True)]
     if placement is None:
         return laid

@@ -5,8 +5,9 @@ some of its rows (`_loss`). It owns no loop.
 
 Invariants
 * Any split into micro-batches gives the gradient of the whole batch: every sum is divided by a count over all of it.
-* A loss or gradient that is not finite changes neither model nor optimizer.
-* A repeated shape compiles nothing.
+* A loss or gradient that is not finite, or a batch without a trained token, changes neither model nor optimizer.
+* A repeated shape compiles nothing. Where a program also depends on how much of a batch is trained or shared, that size never
+  shrinks (`sizes`), so one shape has few programs.
 """
 
 from __future__ import annotations
@@ -24,16 +25,29 @@ from flax import nnx
 
 from upweight.errors import BatchError, ConfigError
 from upweight.training.rl.binding import module_of, rebind
+from upweight.training.rl.checks import check_positive
 from upweight.training.rl.compiled import CompiledStep, Frozen, Lies, Metrics
 from upweight.training.rl.devices import Placement, on_host, put_module
 from upweight.training.rl.inputs import Inputs, Totals, cut, split_evenly, whitened
 from upweight.training.rl.padding import Shapes
 from upweight.training.rl.scoring import Places, all_places, can_share, needs_all_places
+from upweight.training.rl.sizes import Sizes
 from upweight.training.rl.state import restore, snapshot
 from upweight.training.rl.update import clipped_update
 
 Config = TypeVar("Config")
 Result = tuple[jax.Array, Metrics]
+
+OF_TOKENS = (  # means over trained tokens, beside the terms of the loss
+    "approx_kl",
+    "ratio_mean",
+    "ratio_max",
+    "clip_fraction_low",
+    "clip_fraction_high",
+    "is_weight_mean",
+    "value_clip_fraction",
+    "response_length_mean",
+)
 
 
 class SequenceTrainer(ABC, Generic[Config]):
@@ -51,7 +65,7 @@ class SequenceTrainer(ABC, Generic[Config]):
         for adapter in adapters.values():
             rebind(adapter, model, model)
         self.share_prompts = True  # compute once what rows have in common, where the model allows it
-        self._shapes = Shapes()
+        self._shapes, self._sizes = Shapes(), Sizes()
         self._warned: set[str] = set()
         self._placement: Placement | None = None
         self._step = self._compiled(Lies())
@@ -119,7 +133,7 @@ class SequenceTrainer(ABC, Generic[Config]):
         """What `compute_loss` returns, compiled."""
         pieces, totals, extra = self._pieces([self._checked(batch)], num_microbatches)
         loss, metrics = self._step.value(self.model, self._frozen(), pieces, totals)
-        return loss, self._finished(metrics | extra)
+        return loss, self._finished(applying(metrics, totals) | extra)
 
     def update_model(self, model: Any, optimizer: Any, grads: Any, loss: jax.Array | None = None) -> Metrics:
         """The update of `train_step` for a step of one's own: clipped by this config, skipped when not finite; in place."""
@@ -127,7 +141,7 @@ class SequenceTrainer(ABC, Generic[Config]):
         return clipped_update(model, optimizer, grads, max_grad_norm=norm, loss=loss)
 
     def state_dict(self) -> dict[str, Any]:
-        """Copies of what an exact resume needs: model, optimizer, step, config, and the shape that is not padded."""
+        """Copies of what an exact resume needs: model, optimizer, step, config, and what batches are padded to."""
         return {"model": snapshot(self.model), "optimizer": snapshot(self.optimizer), **self.state_beside_arrays()}
 
     def state_beside_arrays(self) -> dict[str, Any]:
@@ -137,13 +151,14 @@ class SequenceTrainer(ABC, Generic[Config]):
             "step": 0 if step is None else int(step[...]),
             "config": asdict(self.config),  # type: ignore[call-overload]
             "first_shape": self._shapes.first,
+            "sizes": self._sizes.saved(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes over a copy of `state_dict()` of a trainer of the same form; `ConfigError` when the configs differ."""
         mine = asdict(self.config)  # type: ignore[call-overload]
         for name, value in mine.items():
-            if state["config"].get(name) != value:
+            if _comparable(state["config"].get(name)) != _comparable(value):
                 raise ConfigError(
                     f"{name} is {value!r} here and {state['config'].get(name)!r} in the state; "
                     "build the trainer with the config that the state was saved with"
@@ -152,6 +167,7 @@ class SequenceTrainer(ABC, Generic[Config]):
         restore(self.optimizer, state["optimizer"])
         first = state.get("first_shape")
         self._shapes.first = None if first is None else (int(first[0]), int(first[1]))
+        self._sizes.load(state.get("sizes", []))
 
     def _make_loss_fn(self) -> Callable[[Any, Any], Result]:
         def loss_fn(model: Any, batch: Any) -> Result:
@@ -166,7 +182,7 @@ class SequenceTrainer(ABC, Generic[Config]):
     def _train(self, batches: list[Any], num_microbatches: int) -> Result:
         pieces, totals, extra = self._pieces(batches, num_microbatches)
         loss, metrics = self._updated(pieces, totals)
-        return loss, self._finished(metrics | extra)
+        return loss, self._finished(applying(metrics, totals) | extra)
 
     def _updated(self, pieces: list[tuple[Inputs, Places]], totals: Totals) -> Result:
         """One update; loss and metrics that still add up."""
@@ -174,8 +190,7 @@ class SequenceTrainer(ABC, Generic[Config]):
         return self._step.step(self.model, self.optimizer, self._frozen(), pieces, totals, target)
 
     def _pieces(self, batches: list[Any], num_microbatches: int) -> tuple[list[tuple[Inputs, Places]], Totals, Metrics]:
-        if num_microbatches < 1:
-            raise BatchError(f"num_microbatches is {num_microbatches}, it must be at least 1")
+        check_positive("num_microbatches", num_microbatches)
         if not batches:
             raise BatchError("batches is empty; an update needs at least one batch")
         pieces: list[tuple[Inputs, Places]] = []
@@ -201,7 +216,7 @@ class SequenceTrainer(ABC, Generic[Config]):
         """One piece of the inputs for each list of rows; `mask` is theirs, on the host."""
         policy, critic = self._adapters["policy"], self._adapters.get("value")
         share = self.share_prompts and can_share(policy, critic)
-        return cut(inputs, mask, parts, needs_all_places(policy, critic), share, self._placement)
+        return cut(inputs, mask, parts, needs_all_places(policy, critic), share, self._placement, self._sizes)
 
     def _compiled(self, lies: Lies) -> CompiledStep:
         wrt, norm = getattr(self.optimizer, "wrt", nnx.Param), getattr(self.config, "max_grad_norm", None)
@@ -233,10 +248,33 @@ class SequenceTrainer(ABC, Generic[Config]):
             warnings.warn(message, UserWarning, stacklevel=4)
 
 
+def applying(metrics: Metrics, totals: Totals) -> Metrics:
+    """Without the means over no token."""
+    return metrics if totals.tokens > 0 else {name: x for name, x in metrics.items() if name not in OF_TOKENS}
+
+
+def _comparable(value: Any) -> Any:
+    """JSON knows no tuples, so a pair may come back from a file as a list."""
+    return tuple(value) if isinstance(value, list) else value
+
+
 def _joined(extras: list[Metrics]) -> Metrics:
-    """Metrics of whole batches: counts add up, the others are averaged."""
+    """Metrics of whole batches: counts add up, the others are averaged, each over the batches that it applies to."""
     if len(extras) == 1:
         return extras[0]
-    names = extras[0].keys()
-    totals = {name: sum(extra[name] for extra in extras) for name in names}
-    return {name: jnp.asarray(x if name.endswith("groups") else x / len(extras)) for name, x in totals.items()}
+    joined = {}
+    for name in dict.fromkeys(name for extra in extras for name in extra):
+        values = [extra[name] for extra in extras if name in extra]
+        joined[name] = jnp.asarray(sum(values) if name.endswith("groups") else sum(values) / len(values))
+    return joined
+
+
+def config_of(kind: type[Config], config: Any, trainer: Any) -> Config:
+    """The config, its defaults for None; `ConfigError` for one of another trainer or for a mapping."""
+    if config is None:
+        return kind()
+    if not isinstance(config, kind):
+        raise ConfigError(
+            f"config is a {type(config).__name__}; {type(trainer).__name__} takes a {kind.__name__}, None for its defaults"
+        )
+    return config
