@@ -169,16 +169,21 @@ def test_left_out_samples_are_named(start: Start) -> None:
     assert sum("correction masked" in text for text in job.events()) == 1
 
 
-@pytest.mark.ci
+OPTIONS = [
+    {"algorithm": "reinforce_pp", "beta": 0.05, "kl_estimator": "exact", "lora": {"rank": 4}},
+    {"algorithm": "reinforce", "beta": 0.05, "correction": "masked"},
+    {"algorithm": "reinforce_pp_baseline", "advantage": "reward", "correction": "decoupled"},
+    {"algorithm": "dapo", "advantage": "group"},
+    *({"algorithm": name, "advantage": "group"} for name in ("dr_grpo", "gspo", "cispo", "rloo", "bnpo")),
+]
+
+
 @pytest.mark.parametrize(
     "options",
     [
-        {"algorithm": "reinforce", "beta": 0.05, "correction": "masked"},
-        {"algorithm": "reinforce_pp", "beta": 0.05, "kl_estimator": "exact", "lora": {"rank": 4}},
-        {"algorithm": "reinforce_pp_baseline", "advantage": "reward", "correction": "decoupled"},
-        {"algorithm": "dapo", "advantage": "group"},
+        pytest.param(one, id=one["algorithm"], marks=pytest.mark.soak if i else pytest.mark.ci)
+        for i, one in enumerate(OPTIONS)
     ],
-    ids=lambda options: options["algorithm"],
 )
 def test_each_other_option_trains_a_batch(start: Start, options: dict[str, Any]) -> None:
     job = start(**options, learning_rate=1e-2, num_batches=1)

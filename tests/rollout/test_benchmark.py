@@ -13,7 +13,7 @@ import pytest
 MOST_CPU_MS = 0.22
 
 
-@pytest.mark.ci
+@pytest.mark.soak
 def test_cpu_per_sample_and_uploads_per_batch() -> None:
     command = [sys.executable, "-m", "benchmarks.sdk.run", "--samples", "8000"]
     done = subprocess.run(

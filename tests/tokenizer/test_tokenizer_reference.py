@@ -82,9 +82,9 @@ def test_ids_without_a_token_add_nothing(tokenizer: Tokenizer) -> None:
 
 
 def test_loading_a_gguf_is_fast(smollm_gguf: Path) -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     Tokenizer.from_gguf(smollm_gguf)
-    assert time.perf_counter() - start < 0.7  # measured: 0.09 s on two shared cores
+    assert time.process_time() - start < 0.7  # measured: 0.09 s on two shared cores
 
 
 def test_what_is_no_text_is_refused(tokenizer: Tokenizer) -> None:
