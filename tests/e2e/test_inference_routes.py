@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -91,6 +92,19 @@ def test_a_stream_is_stored_as_the_same_answer_is(asked: Asked, path: str, body:
     rows = asked.remembered()[before:]
     assert len(rows) == 2 * choices
     assert sorted(rows[:choices]) == sorted(rows[choices:])
+
+
+def test_a_filtered_answer_is_stored_with_the_whole_distribution_at_its_temperature(asked: Asked) -> None:
+    """As the trainer computes it: all tokens count, at the answer's own temperature."""
+    drawn = {"temperature": 0.7, "top_p": 0.6, "presence_penalty": 0.5, "seed": 5}
+    body = {"prompt": [5, 6, 7], "max_tokens": 8, "logprobs": 0, "return_token_ids": True, "ignore_eos": True}
+    ids = asked.post("completions", **body, **drawn).json()["choices"][0]["token_ids"]
+    _, logprobs, stored, *_ = asked.remembered()[-1]
+    scored = {**body, "prompt": [5, 6, 7, *ids], "max_tokens": 1, "temperature": 0.7, "prompt_logprobs": True}
+    answer = asked.post("completions", **scored).json()
+    expected = answer["choices"][0].get("prompt_logprobs", answer.get("prompt_logprobs"))[3:]
+    np.testing.assert_allclose(np.frombuffer(stored, "<f4"), expected, atol=5e-5)
+    assert np.abs(np.frombuffer(logprobs, "<f4") - expected).max() > 0.01
 
 
 def test_a_client_that_leaves_frees_its_row(asked: Asked) -> None:
