@@ -106,3 +106,19 @@ def test_scores_in_float32_and_bfloat16(name: str) -> None:
         gaps = np.concatenate([np.abs(golden[b, : len(row) - 1] - found[b]) for b, row in enumerate(sequences)])
         assert gaps.mean() < mean, dtype
         assert gaps.max() < largest, dtype
+
+
+def test_many_tokens_are_computed_again_in_the_backward_pass_and_change_no_gradient(monkeypatch) -> None:
+    model = load_golden("llama-gqa-tied")
+    tokens = jax.numpy.arange(24).reshape(2, 12) % 29
+
+    def loss(params):
+        return Decoder(model.config, params).hidden_states(tokens).sum()
+
+    few = jax.jit(jax.grad(loss))(model.params)
+    assert "remat" not in str(jax.make_jaxpr(jax.grad(loss))(model.params))
+    monkeypatch.setattr("upweight.models.decoder.REMAT_TOKENS", 8)
+    jax.clear_caches()
+    assert "remat" in str(jax.make_jaxpr(jax.grad(loss))(model.params))
+    for one, other in zip(jax.tree.leaves(few), jax.tree.leaves(jax.jit(jax.grad(loss))(model.params)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)

@@ -20,6 +20,8 @@ from upweight.models.layers import (
     rope_angles,
 )
 
+REMAT_TOKENS = 2048  # above this many, a gradient trades a second forward pass of each layer for its activations
+
 
 def layer_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     """Name → shape of one layer's parameters, in stored order."""
@@ -70,6 +72,7 @@ def random_params(config: DecoderConfig, key: jax.Array, scale: float = 0.02) ->
     return several(model_shapes(config), outer) | {"layers": [several(layer_shapes(config), k) for k in inner]}
 
 
+
 class DecoderLayer(nnx.Module):
     """Parameters of one block, named as in `layer_shapes`."""
 
@@ -114,7 +117,8 @@ class Decoder(nnx.Module):
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         allowed = causal_mask(positions) if allowed is None else allowed
-        return forward_hidden(self.config, self.params(), tokens, positions, allowed)
+        remat = tokens.size > REMAT_TOKENS
+        return forward_hidden(self.config, self.params(), tokens, positions, allowed, remat=remat)
 
     def head(self, hidden: jax.Array) -> jax.Array:
         return logits_of(self.config, self.params(), hidden)

@@ -21,6 +21,7 @@ import numpy as np
 
 from upweight.errors import TrainingError
 from upweight.models.config import DecoderConfig
+from upweight.models.decoder import REMAT_TOKENS
 from upweight.models.layers import Params
 from upweight.models.lora import init_adapter, merge
 from upweight.ops.packing import PackedBatch, pack, power_bucket
@@ -48,7 +49,6 @@ from upweight.training.token_advantages import (
 )
 
 MAX_ROW = 4096  # longest row that samples sharing a context are packed into
-REMAT_TOKENS = 2048  # above this many tokens a micro-batch trades a second forward pass for its activations
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,12 +19,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from upweight.models.config import DecoderConfig
+from upweight.models.decoder import REMAT_TOKENS
 from upweight.models.layers import Params
 from upweight.ops.logprobs import Scores
 from upweight.ops.packing import PackedBatch, pack, pack_apart, power_bucket
 from upweight.ops.preference_loss import PAIR_LOSSES, PairSettings
 from upweight.training.microbatches import split_rows
-from upweight.training.policy_trainer import MAX_ROW, REMAT_TOKENS, PolicyTrainer, StepReport
+from upweight.training.policy_trainer import MAX_ROW, PolicyTrainer, StepReport
 from upweight.training.row_steps import (
     Gradient,
     Layout,
