@@ -2,6 +2,7 @@
 
 import json
 
+import jax
 import numpy as np
 import pytest
 
@@ -12,6 +13,7 @@ from upweight.inference.engine import Engine
 from upweight.inference.gather import answers_to
 from upweight.inference.programs import token_bytes
 from upweight.inference.types import GenerationOutput, SamplingParams
+from upweight.models.decoder import Decoder
 from upweight.online.load_check import check_loaded
 from upweight.ops.samples import TrainBatch
 from upweight.training.policy_trainer import PolicyTrainer
@@ -108,7 +110,9 @@ def test_scores_in_float32_and_bfloat16(name: str) -> None:
         assert gaps.max() < largest, dtype
 
 
-def test_many_tokens_are_computed_again_in_the_backward_pass_and_change_no_gradient(monkeypatch) -> None:
+def test_many_tokens_are_computed_again_in_the_backward_pass_and_change_no_gradient(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = load_golden("llama-gqa-tied")
     tokens = jax.numpy.arange(24).reshape(2, 12) % 29
 

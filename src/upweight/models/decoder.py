@@ -72,7 +72,6 @@ def random_params(config: DecoderConfig, key: jax.Array, scale: float = 0.02) ->
     return several(model_shapes(config), outer) | {"layers": [several(layer_shapes(config), k) for k in inner]}
 
 
-
 class DecoderLayer(nnx.Module):
     """Parameters of one block, named as in `layer_shapes`."""
 
