@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import sys
 import threading
 import time
 import traceback
@@ -23,6 +22,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 from upweight.rollout.exceptions import in_words
+from upweight.rollout.frames import current_frames
 from upweight.rollout.models import Task
 from upweight.rollout.workers import Outcome, RolloutCall
 
@@ -134,7 +134,7 @@ class LoopThread(threading.Thread):
         return {n: _stack_of(work.get_coro(), now) for n, work in works.items() if work is not None}
 
     def _frame(self) -> FrameType | None:
-        return sys._current_frames().get(self.ident or 0)
+        return current_frames().get(self.ident or 0)
 
     # ---- on this thread --------------------------------------------------------------------------------------------
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import sys
 import threading
 import time
 import traceback
@@ -19,6 +18,7 @@ from queue import SimpleQueue
 from typing import Any, NamedTuple, Protocol
 
 from upweight.rollout.exceptions import presentable, traceback_of
+from upweight.rollout.frames import current_frames
 from upweight.rollout.models import Task
 from upweight.rollout.validation import EncodedSample, encode_group
 
@@ -174,7 +174,7 @@ class WorkerPool:
         """Where each running attempt is, by its number: the stack of its thread."""
         with self._lock:
             busy = {attempt_id: worker.ident for attempt_id, worker in self._busy.items()}
-        frames = sys._current_frames()
+        frames = current_frames()
         return {n: "".join(traceback.format_stack(frames[ident])) for n, ident in busy.items() if ident in frames}
 
     def finish(self, worker: _Worker, outcome: Outcome) -> bool:
