@@ -49,8 +49,15 @@ export class JobsView {
     this.none.hidden = jobs.length > 0;
     this.table.hidden = !jobs.length;
     this.more.hidden = !this.hasMore;
+    const rows = jobs.map(row);
+    const present = [...this.rows.children];
+    if (present.length === rows.length && rows.every((one, i) => one.dataset.id === present[i].dataset.id)) {
+      // The link stays the same element, so that it keeps the focus and a key that is being pressed.
+      rows.forEach((one, i) => [...one.children].slice(1).forEach((cell, k) => present[i].children[k + 1].replaceWith(cell)));
+      return;
+    }
     const focused = document.activeElement?.getAttribute?.("href");
-    this.rows.replaceChildren(...jobs.map(row));
+    this.rows.replaceChildren(...rows);
     if (focused) this.rows.querySelector(`a[href="${CSS.escape(focused)}"]`)?.focus();
   }
 }
@@ -60,7 +67,7 @@ function row(job) {
   const done = job.trained_steps ?? 0;
   return h(
     "tr",
-    {},
+    { "data-id": job.id },
     h("td", { "data-label": "Job" }, h("a", { href: `#/jobs/${job.id}` }, job.suffix ? `${job.suffix} ` : "", h("code", {}, job.id))),
     h("td", { "data-label": "Model" }, modelName(job.model)),
     h("td", { "data-label": "State" }, badge(job.job_status), h("span.reason", {}, job.error?.message ?? job.reason)),
