@@ -52,7 +52,11 @@ CALLS = {
 def server(home: Path) -> Iterator[tuple[str, str, psutil.Process]]:
     """URL, key and process of a server that is ready."""
     (home / "server.json").unlink(missing_ok=True)
-    environment = {**os.environ, "UPWEIGHT_WORKER_COMMAND": '["sh", "-c", "sleep 100000", "sh"]', "UPWEIGHT_DISK_BUDGET_GB": "1000"}
+    environment = {
+        **os.environ,
+        "UPWEIGHT_WORKER_COMMAND": '["sh", "-c", "sleep 100000", "sh"]',
+        "UPWEIGHT_DISK_BUDGET_GB": "1000",
+    }
     command = [sys.executable, "-m", "upweight.server", "--home", str(home), "--port", "0"]
     process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
     try:
