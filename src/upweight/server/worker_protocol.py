@@ -110,6 +110,10 @@ class CheckpointResult(BaseModel):
     version: int
 
 
+class ExportResult(BaseModel):
+    path: str
+
+
 def encode_batch(batch: TrainBatch) -> bytes:
     out = io.BytesIO()
     np.savez(out, **{f.name: getattr(batch, f.name) for f in fields(TrainBatch)})

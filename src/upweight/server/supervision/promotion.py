@@ -9,19 +9,13 @@ import asyncio
 import shutil
 from pathlib import Path
 
-from pydantic import BaseModel
-
 from upweight.server.home import Home
 from upweight.server.refusals import Refusal
 from upweight.server.settings import Settings
 from upweight.server.store.jobs import Job
 from upweight.server.supervision.runner import log_file, worker_spec
 from upweight.server.supervision.worker_process import WorkerDied, WorkerRefused, start_worker
-from upweight.server.worker_protocol import WorkerMode, WorkerState
-
-
-class _Exported(BaseModel):
-    path: str
+from upweight.server.worker_protocol import ExportResult, WorkerMode
 
 
 async def export_checkpoint(
@@ -32,17 +26,13 @@ async def export_checkpoint(
     spec = worker_spec(job, home, WorkerMode.SERVE, checkpoint, settings)
     worker = await start_worker(settings.worker_command, spec, log_file(home, job.id), home.run)
     try:
-        state = await worker.wait_until_ready(settings.worker_start_timeout, settings.worker_silence_timeout, _ignore)
+        state = await worker.wait_until_ready(settings.worker_start_timeout, settings.worker_silence_timeout)
         if state.fingerprint != fingerprint:
             raise Refusal(409, f"the checkpoint {checkpoint} holds other weights than those of its version")
-        await worker.order("/export", _Exported, json={"path": str(aside)})
+        await worker.order("/export", ExportResult, json={"path": str(aside)})
         aside.replace(folder)
     except (WorkerDied, WorkerRefused) as error:
         raise Refusal(503, f"the checkpoint could not be exported: {worker.why_not_loaded or error}") from error
     finally:
         await worker.stop(settings.worker_stop_timeout)
         await asyncio.to_thread(shutil.rmtree, aside, ignore_errors=True)
-
-
-async def _ignore(_state: WorkerState) -> None:
-    return None

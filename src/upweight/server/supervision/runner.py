@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from pydantic import BaseModel
 from sqlalchemy.exc import OperationalError
 
 from upweight.errors import StoreError
@@ -39,6 +38,7 @@ from upweight.server.supervision.orders import Order, next_order
 from upweight.server.supervision.worker_process import WorkerDied, WorkerProcess, WorkerRefused, start_worker
 from upweight.server.worker_protocol import (
     CheckpointResult,
+    ExportResult,
     TrainResult,
     WorkerMode,
     WorkerSpec,
@@ -365,7 +365,7 @@ class JobRunner:
         recorded = await self.database.read(lambda c: versions.get_version(c, self.job_id, version))
         if recorded is None or recorded.checkpoint is None:
             await self._checkpoint(worker, job)
-        await worker.order("/export", _Exported, json={"path": str(weights)})
+        await worker.order("/export", ExportResult, json={"path": str(weights)})
 
     async def _fail(self, code: str, message: str) -> None:
         self.gate.close(Refusal(409, f"job {self.job_id} failed: {message}"))
@@ -402,10 +402,6 @@ class JobRunner:
     async def _event(self, message: str, **more: Any) -> None:
         log.info("job %s: %s", self.job_id, message)
         await self.database.write(lambda c: jobs.add_event(c, self.job_id, message, **more))
-
-
-class _Exported(BaseModel):
-    path: str
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ from upweight.server.supervision import checkpoints
 from upweight.server.supervision.gate import Gate
 from upweight.server.supervision.runner import JobRunner, log_file, worker_spec
 from upweight.server.supervision.worker_process import WorkerDied, WorkerProcess, start_worker
-from upweight.server.worker_protocol import WorkerMode, WorkerState
+from upweight.server.worker_protocol import WorkerMode
 
 log = logging.getLogger(__name__)
 
@@ -234,12 +234,9 @@ class Supervisor:
             self.gate(job.id).open(worker)
 
     async def _check(self, job: Job, worker: WorkerProcess) -> None:
-        async def ignore(_state: WorkerState) -> None:
-            return None
-
         try:
             state = await worker.wait_until_ready(
-                self.settings.worker_start_timeout, self.settings.worker_silence_timeout, ignore
+                self.settings.worker_start_timeout, self.settings.worker_silence_timeout
             )
         except WorkerDied as death:
             raise Refusal(

@@ -14,7 +14,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,8 @@ from upweight.server.home import write_atomically
 from upweight.server.worker_protocol import LOAD_FAILED, WorkerPhase, WorkerSpec, WorkerState
 
 log = logging.getLogger(__name__)
+
+OnState = Callable[[WorkerState], Awaitable[None]]
 
 READY_PHASES = frozenset({WorkerPhase.READY, WorkerPhase.TRAINING, WorkerPhase.SAVING})
 LOG_TAIL_LINES = 15
@@ -142,7 +144,7 @@ class WorkerProcess:
             problem = call.exception() if call.done() else None
             await self.kill(f"it broke the connection: {problem!r}")
 
-    async def wait_until_ready(self, timeout: float, silence: float, on_state: Any) -> WorkerState:
+    async def wait_until_ready(self, timeout: float, silence: float, on_state: OnState | None = None) -> WorkerState:
         """Poll until the worker can serve. `on_state(WorkerState)` is awaited for each look.
 
         Raises WorkerDied if it ends, says nothing for `silence` seconds, or is not ready after `timeout`.
@@ -152,7 +154,8 @@ class WorkerProcess:
             state = await self._look(silence)
             if state is not None:
                 heard = time.monotonic()
-                await on_state(state)
+                if on_state is not None:
+                    await on_state(state)
                 if state.version is not None and state.phase in READY_PHASES:
                     return state
             now = time.monotonic()
