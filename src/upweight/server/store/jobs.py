@@ -132,26 +132,26 @@ def set_state(connection: Connection, job_id: str, job_status: str, reason: str 
 
 def pause(connection: Connection, job_id: str) -> None:
     """Raises Refusal 409 if the job is over."""
-    if not _is_now(connection, job_id, "paused"):
+    if not _is_paused(connection, job_id):
         set_state(connection, job_id, "paused", "paused by request; resume it to go on")
         add_event(connection, job_id, "job paused by request")
 
 
 def resume(connection: Connection, job_id: str) -> bool:
     """Whether it was paused, and is queued now. Raises Refusal 409 if the job is over."""
-    if not _is_now(connection, job_id, "paused"):
+    if not _is_paused(connection, job_id):
         return False
     set_state(connection, job_id, "queued", "waits for a place")
     add_event(connection, job_id, "job resumed by request")
     return True
 
 
-def _is_now(connection: Connection, job_id: str, job_status: str) -> bool:
-    """Whether the job has this status. Raises Refusal 409 if it is over."""
+def _is_paused(connection: Connection, job_id: str) -> bool:
+    """Raises Refusal 409 if the job is over."""
     job = get_job(connection, job_id)
     if job.is_over:
         raise Refusal(409, f"job {job_id} is over: it {_PAST[job.job_status]}")
-    return job.job_status == job_status
+    return job.job_status == "paused"
 
 
 def set_fields(connection: Connection, job_id: str, **values: Any) -> None:
