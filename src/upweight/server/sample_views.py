@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from sqlalchemy import Row
 
+from upweight.server.store.rows import UNKNOWN_VERSION
+from upweight.server.store.versions import UNTRAINED
+
 if TYPE_CHECKING:
     from upweight.tokenizer import Tokenizer
 
 PREVIEW = 240  # characters of the prompt's end and of the answer's beginning that a list shows
 PREVIEW_TOKENS = 160  # tokens that are decoded for them
-UNKNOWN = -1  # version of a token that no completion of this job explains
 
 
 def short_view(row: Row, tokenizer: Tokenizer | None) -> dict[str, Any]:
@@ -43,7 +45,7 @@ def whole_view(row: Row, tokenizer: Tokenizer | None) -> dict[str, Any]:
         "raw_logprobs": _numbers(row.raw_logprobs),
         "versions": None
         if row.versions is None
-        else [None if version == UNKNOWN else version for version in _array(row.versions, "<i4").tolist()],
+        else [None if version == UNKNOWN_VERSION else version for version in _array(row.versions, "<i4").tolist()],
         "temperatures": _numbers(row.temperatures),
         "metadata": row.metadata,
         "debug_info": row.debug_info,
@@ -73,7 +75,7 @@ def staleness(row: Row) -> int | None:
     if row.versions is None:
         return None
     versions_T = _array(row.versions, "<i4")
-    known = versions_T[(versions_T != UNKNOWN) & (_array(row.mask, "u1") != 0)]
+    known = versions_T[(versions_T != UNKNOWN_VERSION) & (_array(row.mask, "u1") != 0)]
     return int(row.batch_index - 1 - known.min()) if len(known) else None
 
 
@@ -94,7 +96,7 @@ def _common(row: Row) -> dict[str, Any]:
         "task_id": row.task_id,
         "normalized_reward": row.reward,
         "reward": row.raw_reward,
-        "fate": row.fate or "not_yet_trained",
+        "fate": row.fate or UNTRAINED,
         "matched": row.matched,
         "filtered": row.filtered,
         "staleness": staleness(row),

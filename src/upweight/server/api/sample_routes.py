@@ -15,14 +15,13 @@ from upweight.server.api.context import JobOf, PartsOf
 from upweight.server.sample_views import histogram, matches, short_view, whole_view
 from upweight.server.store import samples
 from upweight.server.store.jobs import Job
-from upweight.server.store.versions import FATES
+from upweight.server.store.versions import FATES, UNTRAINED
 
 if TYPE_CHECKING:
     from upweight.tokenizer import Tokenizer
 
 SEARCHED = 1000  # samples that one call looks through at most
 COUNTED = 2000  # newest samples in the histogram of staleness
-UNTRAINED = "not_yet_trained"
 
 router = APIRouter(prefix="/v1alpha1/fine_tuning/jobs/{job_id}")
 

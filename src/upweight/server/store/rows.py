@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+UNKNOWN_VERSION = -1  # of a token that no completion of the job explains
 LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 
 

@@ -16,6 +16,7 @@ from sqlalchemy import Connection, Row, bindparam, func, insert, select, update
 from upweight.server.store import counts, schema
 from upweight.server.worker_protocol import TrainResult
 
+UNTRAINED = "not_yet_trained"  # what stands for a fate before there is one
 FATES = ("trained", "zero_advantage", "masked", "stale", "refused")
 
 
@@ -102,7 +103,7 @@ def ledger(connection: Connection, job_id: str) -> dict[str, int]:
     accepted, apart = found.pop("accepted", 0), {name: found.pop(name, 0) for name in counts.APART}
     by_fate = {fate: found.pop(fate, 0) for fate in FATES}
     assert not found, f"unknown fates {sorted(found)}"
-    return {"accepted": accepted, **by_fate, "not_yet_trained": accepted - sum(by_fate.values()), **apart}
+    return {"accepted": accepted, **by_fate, UNTRAINED: accepted - sum(by_fate.values()), **apart}
 
 
 def file_ledger(connection: Connection, job_id: str, settings: dict[str, Any]) -> dict[str, int]:
@@ -110,5 +111,5 @@ def file_ledger(connection: Connection, job_id: str, settings: dict[str, Any]) -
     accepted = settings["rows"] * settings["n_epochs"]
     by_fate = dict.fromkeys(FATES, 0)
     by_fate |= {fate: int(total(connection, job_id, f"samples_{fate}")) for fate in ("trained", "masked")}
-    by_fate["not_yet_trained"] = accepted - sum(by_fate.values())
+    by_fate[UNTRAINED] = accepted - sum(by_fate.values())
     return {"accepted": accepted, **by_fate, **dict.fromkeys(counts.APART, 0)}

@@ -22,10 +22,9 @@ import numpy as np
 from sqlalchemy import Connection, Row, bindparam, func, select, update
 
 from upweight.server.store import completions, counts, schema
-from upweight.server.store.rows import completion_key
+from upweight.server.store.rows import UNKNOWN_VERSION, completion_key
 from upweight.server.worker_protocol import TrainBatch
 
-UNKNOWN_VERSION = -1
 TASKS_PER_QUERY = 500
 
 
