@@ -55,7 +55,7 @@ def _core(path: Path) -> Tokenizer:
     text = path.read_text(encoding="utf-8")
     try:
         core = Tokenizer.from_str(text)
-    except Exception as error:
+    except Exception as error:  # the library raises nothing narrower
         raise UnsupportedModel(f"{path} cannot be read as a tokenizer ({error})") from error
     # A file may carry the cutting and filling of the run that trained the model; ids here are never cut or filled.
     core.no_truncation()

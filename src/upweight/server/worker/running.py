@@ -32,7 +32,7 @@ class Running:
                 put = self._put(index)
                 prompt, on_text = asked.prompt_of(index), put if pieces else None
                 self._ids.append(engine.submit(prompt, params, put, on_text=on_text, timeout=asked.timeout))
-        except BaseException:
+        except BaseException:  # whatever ends it, choices that were submitted do not run on for nobody
             self.cancel()
             raise
 
