@@ -61,7 +61,7 @@ def executed_gflop(case: str) -> float:
     head = 2 * WIDTH * VOCABULARY * trained
     policy = 3 * (layers + attention) + 4 * head
     reference = layers + attention + 2 * head if case == "grpo" else layers + attention + head if case == "dpo" else 0
-    return (policy + reference) / 1e9
+    return float(policy + reference) / 1e9
 
 
 def compare(case: str, steps: int, peer_python: str | None) -> dict[str, Any]:
