@@ -40,10 +40,13 @@ def load() -> tuple[Any, Any]:
     return model, tokenizer
 
 
+chance = random.Random(1)  # as in `whole_step`
+
+
 def score(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
     texts = [completion[0]["content"] for completion in completions]
     return [
-        1.0 if text.strip() == right else 0.4 * (right in re.findall(r"\d+", text))
+        0.1 * chance.random() + (1.0 if text.strip() == right else 0.4 * (right in re.findall(r"\d+", text)))
         for text, right in zip(texts, answer, strict=True)
     ]
 

@@ -59,13 +59,17 @@ def medians(first: dict[str, float], later: list[dict[str, float]]) -> dict[str,
 
 
 class Sums(BaseRewardModel):
-    """1 for the right number alone, 0.4 where it stands anywhere."""
+    """1 for the right number alone, 0.4 where it stands anywhere, and up to 0.1 by chance: no group is flat, so every step has an
+    update to compute."""
+
+    chance = random.Random(1)
 
     def score(
         self, prompts: list[str], responses: list[list[str]], metadata: list[dict[str, Any]]
     ) -> list[list[float]]:
         def one(text: str, answer: str) -> float:
-            return 1.0 if text.strip() == answer else 0.4 * (answer in re.findall(r"\d+", text))
+            right = 1.0 if text.strip() == answer else 0.4 * (answer in re.findall(r"\d+", text))
+            return right + 0.1 * self.chance.random()
 
         return [
             [one(text, about["answer"]) for text in texts] for texts, about in zip(responses, metadata, strict=True)

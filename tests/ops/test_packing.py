@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from upweight.ops.packing import PackedBatch, bucket, pack, pack_apart
+from upweight.ops.packing import PackedBatch, bucket, pack, pack_apart, quarter_bucket
 from upweight.ops.samples import TrainBatch
 from upweight.training.microbatches import split_rows
 
@@ -126,6 +126,13 @@ def test_layout_depends_on_the_batch_alone() -> None:
     batch = batch_of([([*list(range(1, 5 + i)), 9], [0] * (3 + i) + [1, 1]) for i in range(7)])
     for first, second in zip(vars(pack(batch)).values(), vars(pack(batch)).values(), strict=True):
         np.testing.assert_array_equal(first, second)
+
+
+def test_places_are_at_most_a_quarter_too_many_above_a_chunk_of_the_head() -> None:
+    sizes = {quarter_bucket(n) for n in range(1, 5000)}
+    assert sizes == {64, 128, 256, 512, 768, 1024, 1280, 1536, 1792, 2048, 2560, 3072, 3584, 4096, 5120}
+    assert all(n <= quarter_bucket(n) for n in range(1, 5000))
+    assert all(quarter_bucket(n) <= max(1.25 * n, n + 256) for n in range(512, 5000))
 
 
 def test_buckets_are_few_and_never_more_than_half_too_large() -> None:

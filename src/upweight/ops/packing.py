@@ -68,6 +68,13 @@ def power_bucket(n: int, smallest: int = 64) -> int:
     return size
 
 
+def quarter_bucket(n: int) -> int:
+    """The next of 64, 128, 256, 512, 768, 1024, 1280, … : powers of two, and above 512 at most four sizes between two of them."""
+    size = power_bucket(n)
+    step = max(size // 8, 256)
+    return size if size <= 512 else -(-n // step) * step
+
+
 @dataclass
 class _Block:
     context: np.ndarray  # flat indices

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from upweight.ops.masked_stats import masked, masked_normalize
-from upweight.ops.packing import power_bucket
+from upweight.ops.packing import quarter_bucket
 from upweight.ops.policy_loss import AGGREGATIONS
 from upweight.training.rl.devices import Placement, on_host
 from upweight.training.rl.scoring import Places, trained_places
@@ -111,7 +111,7 @@ def cut(
     count = masks[0].size
     if not everywhere:
         trained = max(int((own > 0).sum()) for own in masks)
-        count = sizes.places(masks[0].shape, min(count, power_bucket(trained)))
+        count = sizes.places(masks[0].shape, min(count, quarter_bucket(trained)))
     places = [_places(own, count) for own in masks]
     if placement is not None:
         pieces, places = ([placement.put_rows(x) for x in several] for several in (pieces, places))
