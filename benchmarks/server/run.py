@@ -152,7 +152,7 @@ def stored(folder: Path, model: Path, count: int) -> dict[str, Any]:
         jobs.pause(connection, job.id)
         for index in range(count // BATCH):
             batches.create_batch(connection, jobs.get_job(connection, job.id), index)
-            batches._count(connection, job, index, BATCH)
+            batches.set_count(connection, job, index, BATCH, at=time.time())
         counts.add(connection, job.id, {"accepted": count})
         return job.id
 

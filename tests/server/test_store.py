@@ -7,11 +7,13 @@ import sqlite3
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sqlalchemy import Connection
 
 from upweight.errors import StoreError
 from upweight.server.refusals import Refusal
@@ -19,6 +21,7 @@ from upweight.server.store import batches, jobs, repeats, versions
 from upweight.server.store import counts as kept
 from upweight.server.store.database import Database
 from upweight.server.store.rows import NewSample, pack_sample
+from upweight.server.store.uploads import Upload
 from upweight.server.worker_protocol import TrainResult
 
 B = 3
@@ -46,7 +49,7 @@ def open_batch(database: Database, job: str, index: int) -> dict:
 
 
 def upload(database: Database, job: str, index: int, samples: list[NewSample]) -> dict:
-    return database.submit(lambda c: batches.add_samples(c, job, "p", index, samples)).result()
+    return database.submit(Upload(job_id=job, project="p", batch_index=index, samples=samples)).result()
 
 
 @pytest.fixture(scope="module", params=["sqlite", pytest.param("postgresql", marks=pytest.mark.ci)])
@@ -94,6 +97,75 @@ def test_any_uploads_store_each_id_once_and_never_overfill(
         assert database.read_now(lambda c: kept.recount(c, job)).get("accepted", 0) == len(stored)
         ledger = database.read_now(lambda c: versions.ledger(c, job))
         assert ledger["accepted"] == len(stored) == ledger["not_yet_trained"]
+
+
+@given(
+    st.lists(
+        st.tuples(st.lists(st.tuples(st.integers(0, 7), st.booleans()), min_size=1, max_size=3), st.integers(0, 3)),
+        max_size=8,
+    )
+)
+@settings(max_examples=40, deadline=None)
+def test_uploads_taken_together_leave_what_they_leave_one_by_one(
+    database: Database, plan: list[tuple[list[tuple[int, bool]], int]]
+) -> None:
+    """`plan`: samples of an upload, and the number of its Idempotency-Key (0 = none)."""
+
+    def outcome_of(order: Upload, connection: Connection) -> object:
+        try:
+            return order(connection)
+        except Refusal as refused:
+            return refused
+
+    def told(outcomes: list[object]) -> list[object]:
+        return [(one.status, one.detail) if isinstance(one, Refusal) else one for one in outcomes]
+
+    found = []
+    for together in (True, False):
+        job = new_job(database)
+        open_batch(database, job, 0)
+        orders = [
+            Upload(
+                job_id=job,
+                project="p",
+                batch_index=0,
+                samples=[packed(f"s{number}", 2.0 if changed else 1.0) for number, changed in samples],
+                key=f"{job} {key}" if key else None,
+                request_hash=repr(samples).encode(),
+            )
+            for samples, key in plan
+        ]
+
+        def run(connection: Connection, orders: list[Upload] = orders, together: bool = together) -> list[object]:
+            if together and orders:
+                return list(orders[0].together(connection, orders))
+            return [outcome_of(order, connection) for order in orders]
+
+        outcomes = database.submit(run).result()
+        rows = database.read_now(lambda c, job=job: [(row.id, row.content_hash) for row in _rows(c, job)])
+        job_now = database.read_now(lambda c, job=job: jobs.get_job(c, job))
+        kept_now = database.read_now(lambda c, job=job: kept.read(c, job))
+        found.append((str(told(outcomes)).replace(job, ""), rows, job_now.filled_batches, kept_now))
+    assert found[0] == found[1]
+
+
+def test_an_upload_that_breaks_beside_others_breaks_alone(database: Database) -> None:
+    """A row that the database refuses undoes the joint work; its neighbours are then taken one by one."""
+    job = new_job(database)
+    open_batch(database, job, 0)
+    gate = threading.Event()
+    held = database.submit(lambda c: gate.wait(20))
+    broken = replace(packed("b"), reward=None)  # type: ignore[arg-type]
+    futures = [
+        database.submit(Upload(job_id=job, project="p", batch_index=0, samples=[sample]))
+        for sample in (packed("a"), broken, packed("c"))
+    ]
+    gate.set()
+    assert held.result()
+    assert (futures[0].result()["sample_count"], futures[2].result()["sample_count"]) == (1, 2)
+    with pytest.raises(Refusal, match="cannot be stored"):
+        futures[1].result()
+    assert [row.id for row in database.read_now(lambda c: _rows(c, job))] == ["a", "c"]
 
 
 def test_an_overfull_upload_is_refused_whole_and_tells_the_numbers(database: Database) -> None:
@@ -219,7 +291,7 @@ def test_a_full_disk_refuses_what_it_cannot_keep_and_goes_on_afterwards(tmp_path
     started.wait(10)  # the writer is busy now, so the next three orders share a transaction
     futures = [
         store.submit(lambda c: jobs.set_fields(c, job, reason="neighbour")),
-        store.submit(lambda c: batches.add_samples(c, job, "p", 0, [large])),
+        store.submit(Upload(job_id=job, project="p", batch_index=0, samples=[large])),
         store.submit(lambda c: jobs.set_fields(c, job, weights="later neighbour")),
     ]
     go.set()

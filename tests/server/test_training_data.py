@@ -14,6 +14,7 @@ from upweight.server.api.served import StreamReader, sampling_of, served_of
 from upweight.server.store import batches, completions, counts, jobs, versions
 from upweight.server.store.database import Database
 from upweight.server.store.rows import NewSample, completion_key, pack_sample
+from upweight.server.store.uploads import Upload
 from upweight.server.supervision.training_data import BuiltBatch, build_batch, join_batch
 from upweight.server.worker_protocol import decode_batch, encode_batch
 
@@ -71,7 +72,7 @@ def test_a_conversation_of_two_turns_is_joined_turn_by_turn(database: Database) 
         packed("made elsewhere", [9, 9], [0, -0.5], [0, 1], task_id="a", reward=3),
         packed("no task", [1, 2, 8], [0, 0, -1.0], [0, 0, 1]),
     ]
-    database.submit(lambda c: batches.add_samples(c, job, "p", 0, samples)).result()
+    database.submit(Upload(job_id=job, project="p", batch_index=0, samples=samples)).result()
     built = build(database, job)
     batch = built.batch
     assert batch.lengths.tolist() == [7, 2, 3]
@@ -95,13 +96,17 @@ def test_of_completions_with_the_same_ids_the_nearest_one_is_meant(database: Dat
     job = start_job(database, 1)
     for version, logprob in ((0, -0.5), (1, -0.7), (2, -0.9)):
         serve(database, job, {}, answer([1], [2], [logprob], version))
-    database.submit(lambda c: batches.add_samples(c, job, "p", 0, [packed("s", [1, 2], [0, -0.71], [0, 1])])).result()
+    database.submit(
+        Upload(job_id=job, project="p", batch_index=0, samples=[packed("s", [1, 2], [0, -0.71], [0, 1])])
+    ).result()
     assert build(database, job).batch.versions.tolist() == [-1, 1]
 
 
 def test_a_batch_is_built_with_the_same_bytes_whatever_is_served_later(database: Database) -> None:
     job = start_job(database, 1)
-    database.submit(lambda c: batches.add_samples(c, job, "p", 0, [packed("s", [1, 2], [0, -0.7], [0, 1])])).result()
+    database.submit(
+        Upload(job_id=job, project="p", batch_index=0, samples=[packed("s", [1, 2], [0, -0.7], [0, 1])])
+    ).result()
     before = encode_batch(build(database, job).batch)
     serve(database, job, {"temperature": 0.3}, answer([1], [2], [-0.7], 5))
     assert encode_batch(build(database, job).batch) == before
@@ -117,7 +122,7 @@ def test_a_group_that_straddles_two_batches_is_whole_in_its_statistics(database:
             id=id, token_ids=[1, 2], logprobs=[0, -1], mask=[0, 1], reward=reward, metadata={}, debug_info=debug
         )
         database.submit(lambda c, i=index: batches.create_batch(c, jobs.get_job(c, job), i)).result()
-        database.submit(lambda c, i=index, s=sample: batches.add_samples(c, job, "p", i, [s])).result()
+        database.submit(Upload(job_id=job, project="p", batch_index=index, samples=[sample])).result()
         if id == "b":
             built = build(database, job)
             first = built.batch
@@ -210,7 +215,7 @@ def test_whether_a_sample_was_cut_is_known_from_its_last_turn(database: Database
         "elsewhere, and something follows": ([8, 5, 5, 5, 5, 6], [0, 1, 1, 1, 1, 0]),
     }
     rows = [packed(id, ids, [-0.3 * m for m in mask], mask) for id, (ids, mask) in samples.items()]
-    database.submit(lambda c: batches.add_samples(c, job, "p", 0, rows)).result()
+    database.submit(Upload(job_id=job, project="p", batch_index=0, samples=rows)).result()
     built = build(database, job)
     assert dict(zip(samples, built.batch.truncated.tolist(), strict=True)) == {
         "cut": 1,

@@ -40,6 +40,9 @@ class Parts:
     resolve_model: ResolveModel
     projects: dict[str, tuple[str, float]] = field(default_factory=dict)  # hash of a key → its project, when read
     contacts: Contacts = field(default_factory=Contacts)
+    needs_task: dict[tuple[str, str], bool] = field(
+        default_factory=dict
+    )  # (project, job) → whether samples name their group
     exporting: asyncio.Lock = field(default_factory=asyncio.Lock)  # each export is a process that holds a model
     parsing: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))
     # Apart from `parsing`: no upload of samples waits for a training file to be checked.
@@ -121,13 +124,14 @@ async def off_the_loop(parts: Parts, size: int, work: Callable[..., Any], *argum
 
 async def answered_before(request: Request, project: str, body: bytes) -> dict[str, Any] | None:
     """The first answer to a repeated request; for checks that a repetition must not meet again."""
-    key, digest = _repeat_key(request, body)
+    key, digest = repeat_key(request, body)
     if key is None:
         return None
     return await parts_of(request).database.read(lambda c: repeats.first_answer(c, project, key, digest))
 
 
-def _repeat_key(request: Request, body: bytes) -> tuple[str | None, bytes]:
+def repeat_key(request: Request, body: bytes) -> tuple[str | None, bytes]:
+    """The request's Idempotency-Key, and what tells this request from another one with the same key."""
     key = request.headers.get("idempotency-key") or None
     return key, hashlib.sha256(f"{request.method} {request.url.path}\n".encode() + body).digest() if key else b""
 
@@ -136,5 +140,5 @@ async def write_once(
     request: Request, project: str, body: bytes, effect: Callable[[Connection], dict[str, Any]]
 ) -> tuple[dict[str, Any], bool]:
     """Run `effect` in the store under the request's Idempotency-Key, if it has one: answer, and whether it ran now."""
-    key, digest = _repeat_key(request, body)
+    key, digest = repeat_key(request, body)
     return await parts_of(request).database.write(lambda c: repeats.once(c, project, key, digest, effect))

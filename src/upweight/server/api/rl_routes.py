@@ -7,7 +7,17 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Request
 
 from upweight.server.api import openapi
-from upweight.server.api.context import JobOf, PartsOf, ProjectOf, off_the_loop, parse_json, read_body, write_once
+from upweight.server.api.context import (
+    JobOf,
+    Parts,
+    PartsOf,
+    ProjectOf,
+    off_the_loop,
+    parse_json,
+    read_body,
+    repeat_key,
+    write_once,
+)
 from upweight.server.api.progress import explain, progress
 from upweight.server.api.uploads import parse_upload
 from upweight.server.methods import needs_task
@@ -15,6 +25,7 @@ from upweight.server.refusals import invalid
 from upweight.server.store import batches, jobs
 from upweight.server.store.jobs import get_job
 from upweight.server.store.rows import is_finite32
+from upweight.server.store.uploads import Upload
 from upweight.server.waiting import Facts, explain_wait
 
 LARGEST_INDEX = 2**31 - 1
@@ -89,17 +100,29 @@ async def create_batch(request: Request, job: JobOf, parts: PartsOf, project: Pr
 
 @router.post("/batches/{batch_index}/samples", openapi_extra=openapi.SAMPLES)
 async def submit_samples(
-    request: Request, batch_index: int, job: JobOf, parts: PartsOf, project: ProjectOf
+    request: Request, job_id: str, batch_index: int, parts: PartsOf, project: ProjectOf
 ) -> dict[str, Any]:
-    parts.contacts.note(job.id, "upload")
+    named = await _names_groups(parts, project, job_id)
+    parts.contacts.note(job_id, "upload")
     body = await read_body(request)
-    samples = await off_the_loop(parts, len(body), parse_upload, body, needs_task(job.settings))
-    answer, _ = await write_once(
-        request, project, body, lambda c: batches.add_samples(c, job.id, project, batch_index, samples)
+    samples = await off_the_loop(parts, len(body), parse_upload, body, named)
+    key, digest = repeat_key(request, body)
+    upload = Upload(
+        job_id=job_id, project=project, batch_index=batch_index, samples=samples, key=key, request_hash=digest
     )
+    answer = await parts.database.write(upload)
     if answer["status"] == "filled":
-        parts.supervisor.batch_filled(job.id)
+        parts.supervisor.batch_filled(job_id)
     return answer
+
+
+async def _names_groups(parts: Parts, project: str, job_id: str) -> bool:
+    """Whether samples of the job must name their groups; asked of the store once a job. Raises Refusal 404."""
+    place = project, job_id
+    if place not in parts.needs_task:
+        job = await parts.database.read(lambda c: get_job(c, job_id, project))
+        parts.needs_task[place] = needs_task(job.settings)
+    return parts.needs_task[place]
 
 
 @router.post("/metrics", openapi_extra=openapi.METRICS)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -33,22 +35,76 @@ class Upload(BaseModel):
     samples: list[UploadedSample]
 
 
+# The same fields for the quickest decoder there is, which stops at the first fault. A body that it refuses is read again by the
+# models above, which tell all faults and where they are.
+_FIELDS = [(name, field.annotation) for name, field in UploadedSample.model_fields.items()]
+_QUICK_SAMPLE = msgspec.defstruct("_QuickSample", _FIELDS)
+_DECODER: Any = msgspec.json.Decoder(msgspec.defstruct("_QuickUpload", [("samples", list[_QUICK_SAMPLE])]))  # type: ignore[valid-type]
+
+
 def parse_upload(body: bytes, needs_task: bool) -> list[NewSample]:
     """Samples of an upload's body. `needs_task`: each must name its group. Raises Refusal 422."""
     try:
-        upload = Upload.model_validate_json(body)
+        samples: list[UploadedSample] = _DECODER.decode(body).samples
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        samples = _read_patiently(body)
+    problems: list[dict[str, Any]] = []
+    packed = []
+    for position, sample in enumerate(samples):
+        arrays = _Arrays(sample)
+        found = [*arrays.problems(), *_problems(sample, needs_task)]
+        problems += [
+            problem(("body", "samples", position, field), f"sample {sample.id!r}: {message}")
+            for field, message in found
+        ]
+        if not problems:
+            packed.append(_pack(sample, arrays))
+    if problems:
+        raise Refusal(422, problems[:MOST_PROBLEMS])
+    return packed
+
+
+def _read_patiently(body: bytes) -> list[UploadedSample]:
+    try:
+        return Upload.model_validate_json(body).samples
     except ValidationError as error:
         named = _ids(error, body)
         raise Refusal(422, [_describe(item, named) for item in error.errors()[:MOST_PROBLEMS]]) from error
-    problems: list[dict[str, Any]] = []
-    for position, sample in enumerate(upload.samples):
-        problems += [
-            problem(("body", "samples", position, field), f"sample {sample.id!r}: {message}")
-            for field, message in _problems(sample, needs_task)
-        ]
-    if problems:
-        raise Refusal(422, problems[:MOST_PROBLEMS])
-    return [_pack(sample) for sample in upload.samples]
+
+
+class _Arrays:
+    """The numbers of a sample, one entry per token; None where a number is too large for any."""
+
+    def __init__(self, sample: UploadedSample) -> None:
+        self._sample = sample
+        self.tokens = _integers(sample.token_ids)
+        self.mask = _integers(sample.mask)
+        self.logprobs = np.array(sample.logprobs, dtype="<f8")
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """(field, what is wrong with it)."""
+        sample, count = self._sample, len(self._sample.token_ids)
+        if count == 0:
+            yield "token_ids", "token_ids is empty"
+        for field in ("logprobs", "mask"):
+            length = len(getattr(sample, field))
+            if length != count:
+                yield field, f"{field} has {length} entries, token_ids has {count}; they must be equally long"
+        if count and (self.tokens is None or self.tokens.min() < 0 or self.tokens.max() > LARGEST_TOKEN):
+            least, most = min(sample.token_ids), max(sample.token_ids)
+            yield "token_ids", f"token ids must lie in [0, {LARGEST_TOKEN}], got {least} to {most}"
+        if self.mask is None or (self.mask >> 1).any():
+            yield "mask", f"mask may hold 0 and 1 only, got {sorted(set(sample.mask) - {0, 1})[:5]}"
+        if len(self.logprobs) and not np.abs(self.logprobs).max() <= LARGEST_FLOAT32:
+            wrong = next(value for value in sample.logprobs if not is_finite32(value))
+            yield "logprobs", f"logprobs holds {wrong}, which is not a finite number of 32 bits"
+
+
+def _integers(numbers: list[int]) -> np.ndarray | None:
+    try:
+        return np.array(numbers, dtype=np.int64)
+    except OverflowError:
+        return None
 
 
 def _ids(error: ValidationError, body: bytes) -> list[Any]:
@@ -70,39 +126,24 @@ def _describe(item: Any, ids: list[Any]) -> dict[str, Any]:
     return problem(loc, f"{where}{'.'.join(str(part) for part in path) or 'body'}: {item['msg']}{shown}", item["type"])
 
 
-def _problems(sample: UploadedSample, needs_task: bool) -> list[tuple[str, str]]:
-    """(field, what is wrong with it) of one sample."""
-    tokens, count = sample.token_ids, len(sample.token_ids)
-    found: list[tuple[str, str]] = []
+def _problems(sample: UploadedSample, needs_task: bool) -> Iterator[tuple[str, str]]:
     if not sample.id:
-        found.append(("id", "id is empty"))
-    if count == 0:
-        found.append(("token_ids", "token_ids is empty"))
-    for field in ("logprobs", "mask"):
-        length = len(getattr(sample, field))
-        if length != count:
-            found.append((field, f"{field} has {length} entries, token_ids has {count}; they must be equally long"))
-    if count and not (min(tokens) >= 0 and max(tokens) <= LARGEST_TOKEN):
-        found.append(("token_ids", f"token ids must lie in [0, {LARGEST_TOKEN}], got {min(tokens)} to {max(tokens)}"))
-    if not set(sample.mask) <= {0, 1}:
-        found.append(("mask", f"mask may hold 0 and 1 only, got {sorted(set(sample.mask) - {0, 1})[:5]}"))
-    if len(logprobs := np.asarray(sample.logprobs, dtype=np.float64)) and not np.abs(logprobs).max() <= LARGEST_FLOAT32:
-        wrong = [value for value in sample.logprobs if not is_finite32(value)]
-        found.append(("logprobs", f"logprobs holds {wrong[0]}, which is not a finite number of 32 bits"))
+        yield "id", "id is empty"
     if not is_finite32(sample.normalized_reward):
         reward = sample.normalized_reward
-        found.append(("normalized_reward", f"normalized_reward is {reward}, it must be a finite number of 32 bits"))
+        yield "normalized_reward", f"normalized_reward is {reward}, it must be a finite number of 32 bits"
     if needs_task and not isinstance(sample.debug_info.get("task_id"), str | int):
-        found.append(("debug_info", 'debug_info["task_id"] is missing; advantages within a group need it'))
-    return found
+        yield "debug_info", 'debug_info["task_id"] is missing; advantages within a group need it'
 
 
-def _pack(sample: UploadedSample) -> NewSample:
+def _pack(sample: UploadedSample, arrays: _Arrays) -> NewSample:
+    assert arrays.tokens is not None
+    assert arrays.mask is not None
     return pack_sample(
         id=sample.id,
-        token_ids=sample.token_ids,
-        logprobs=sample.logprobs,
-        mask=sample.mask,
+        token_ids=arrays.tokens,
+        logprobs=arrays.logprobs,
+        mask=arrays.mask,
         reward=sample.normalized_reward,
         metadata=sample.metadata,
         debug_info=sample.debug_info,

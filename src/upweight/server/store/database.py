@@ -2,7 +2,8 @@
 
 Invariants:
 * A future of `write` is resolved only after the commit that holds its operation: what was answered survives a kill.
-* Each operation stands in a savepoint of its own: one that raises changes nothing and disturbs no neighbour.
+* Each operation stands in a savepoint of its own: one that raises changes nothing and disturbs no neighbour. Neighbours of one
+  kind may be done together, in one savepoint; if that raises, they are done one by one.
 * SQLite with `synchronous=FULL`, as PostgreSQL by default: a commit is on the disk, so a power cut loses nothing that was answered either. It costs one fsync per
   commit, and operations that wait together share a commit.
 """
@@ -10,12 +11,14 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import functools
+import itertools
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from sqlalchemy import Connection, insert, select, text, update
 from sqlalchemy.exc import DatabaseError
@@ -35,6 +38,23 @@ from upweight.server.store.engines import (
 
 T = TypeVar("T")
 Operation = Callable[[Connection], T]
+
+
+@runtime_checkable
+class Joint(Protocol):
+    """An operation that can be done together with its neighbours of equal `kind`."""
+
+    @property
+    def kind(self) -> Hashable: ...
+
+    def together(self, connection: Connection, operations: Sequence[Any]) -> Sequence[Any]:
+        """What the operations, of this kind, have as results; an exception stands for a refusal."""
+        ...
+
+    def __call__(self, connection: Connection) -> Any: ...
+
+
+Outcome = tuple[Any, Exception | None]
 
 LARGEST_GROUP = 128
 
@@ -147,7 +167,7 @@ def _commit(connection: Connection, group: list[tuple[Operation[Any], Future[Any
     live = [(operation, future) for operation, future in group if future.set_running_or_notify_cancel()]
     try:
         with connection.begin():
-            outcomes = [_attempt(connection, operation) for operation, _ in live]
+            outcomes = _outcomes(connection, [operation for operation, _ in live])
     except Exception as error:  # noqa: BLE001 - it belongs to the callers who wait on the futures
         for _, future in live:
             future.set_exception(StoreError(f"the store did not commit: {_first_cause(error)}"))
@@ -157,6 +177,21 @@ def _commit(connection: Connection, group: list[tuple[Operation[Any], Future[Any
             future.set_result(result)
         else:
             future.set_exception(problem)
+
+
+def _outcomes(connection: Connection, operations: list[Operation[Any]]) -> list[Outcome]:
+    """Of all operations, in order."""
+    found: list[Outcome] = []
+    for _, neighbours in itertools.groupby(operations, lambda one: one.kind if isinstance(one, Joint) else one):
+        several = list(neighbours)
+        first = several[0]
+        if len(several) > 1 and isinstance(first, Joint):
+            results, problem = _attempt(connection, functools.partial(first.together, operations=several))
+            if problem is None and results is not None:
+                found += [(None, one) if isinstance(one, Exception) else (one, None) for one in results]
+                continue
+        found += [_attempt(connection, operation) for operation in several]
+    return found
 
 
 def _attempt(connection: Connection, operation: Operation[T]) -> tuple[T | None, Exception | None]:

@@ -7,7 +7,8 @@ effect, and a repetition may meet a better state. Keys are kept `KEPT_SECONDS` p
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import Connection, bindparam, delete, insert, select
@@ -18,9 +19,26 @@ from upweight.server.store import schema
 KEPT_SECONDS = 48 * 3600.0
 
 _KEEP = insert(schema.repeats)
-_FIND = select(schema.repeats).where(
-    schema.repeats.c.project == bindparam("the_project"), schema.repeats.c.key == bindparam("the_key")
+_FIND = select(schema.repeats.c.key, schema.repeats.c.request_hash, schema.repeats.c.answer).where(
+    schema.repeats.c.project == bindparam("the_project"), schema.repeats.c.key.in_(bindparam("keys", expanding=True))
 )
+
+
+@dataclass(frozen=True)
+class Answered:
+    """What was answered under a key."""
+
+    key: str
+    request_hash: bytes
+    answer: dict[str, Any]
+
+    def to(self, request_hash: bytes) -> dict[str, Any]:
+        """The answer for a request that is the same. Raises Refusal 422 for another one."""
+        if self.request_hash != request_hash:
+            raise Refusal(
+                422, f"Idempotency-Key {self.key!r} was used for another request; use a new key for each request"
+            )
+        return self.answer
 
 
 def once(
@@ -36,20 +54,29 @@ def once(
     if (known := first_answer(connection, project, key, request_hash)) is not None:
         return known, False
     answer = effect(connection)
-    row = {"project": project, "key": key, "request_hash": request_hash, "status": 200, "answer": answer}
-    connection.execute(_KEEP, {**row, "created_at": time.time()})
+    keep(connection, project, [Answered(key, request_hash, answer)])
     return answer, True
 
 
 def first_answer(connection: Connection, project: str, key: str, request_hash: bytes) -> dict[str, Any] | None:
     """What was answered under `key`, None if nothing was. Raises Refusal 422 when it was used for another request."""
-    known = connection.execute(_FIND, {"the_project": project, "the_key": key}).first()
-    if known is None:
-        return None
-    if known.request_hash != request_hash:
-        raise Refusal(422, f"Idempotency-Key {key!r} was used for another request; use a new key for each request")
-    answer: dict[str, Any] = known.answer
-    return answer
+    known = first_answers(connection, project, [key]).get(key)
+    return None if known is None else known.to(request_hash)
+
+
+def first_answers(connection: Connection, project: str, keys: Sequence[str]) -> dict[str, Answered]:
+    """By key, those of `keys` that were answered."""
+    if not keys:
+        return {}
+    rows = connection.execute(_FIND, {"the_project": project, "keys": keys})
+    return {key: Answered(key, request_hash, answer) for key, request_hash, answer in rows}
+
+
+def keep(connection: Connection, project: str, several: Sequence[Answered]) -> None:
+    now = time.time()
+    rows = [{"project": project, "status": 200, "created_at": now, **vars(each)} for each in several]
+    if rows:
+        connection.execute(_KEEP, rows)
 
 
 def forget_old(connection: Connection) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 UNKNOWN_VERSION = -1  # of a token that no completion of the job explains
 LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
@@ -32,9 +33,9 @@ class NewSample:
 def pack_sample(
     *,
     id: str,
-    token_ids: list[int],
-    logprobs: list[float],
-    mask: list[int],
+    token_ids: ArrayLike,
+    logprobs: ArrayLike,
+    mask: ArrayLike,
     reward: float,
     metadata: dict[str, str],
     debug_info: dict[str, Any],
