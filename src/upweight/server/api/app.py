@@ -104,6 +104,7 @@ def _drop_nameless(home: Home, known: set[str]) -> None:
 
 async def _stop(parts: Parts) -> None:
     await parts.supervisor.stop()
+    await parts.reader.close()
     parts.database.close()
     parts.home.withdraw()
     parts.home.unlock()

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 from fastapi import Depends, Request
 from sqlalchemy import Connection
 
+from upweight.server.api.reading import UploadReader
 from upweight.server.contacts import Contacts
 from upweight.server.home import Home
 from upweight.server.rates import Rates
@@ -40,6 +41,7 @@ class Parts:
     resolve_model: ResolveModel
     projects: dict[str, tuple[str, float]] = field(default_factory=dict)  # hash of a key → its project, when read
     contacts: Contacts = field(default_factory=Contacts)
+    reader: UploadReader = field(default_factory=UploadReader)
     needs_task: dict[tuple[str, str], bool] = field(
         default_factory=dict
     )  # (project, job) → whether samples name their group
