@@ -276,3 +276,16 @@ def test_importing_the_server_imports_no_jax() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["True", "False"]
+
+
+def test_the_log_is_json_for_a_collector_if_asked(serve: Serve, tmp_path: Path) -> None:
+    serve('log_format="json"')
+    with client(tmp_path / "home") as http:
+        job = create_job(http, tmp_path / "model", batch_size=2, num_batches=1)
+        log, end = tmp_path / "home" / "logs" / "server.log", time.monotonic() + 20
+        while not any(line.get("job") == job for line in map(json.loads, log.read_text().splitlines())):
+            assert time.monotonic() < end
+            time.sleep(0.05)
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert all({"time", "level", "logger", "message"} <= set(line) for line in lines)
+    assert KEY not in log.read_text()

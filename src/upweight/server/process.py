@@ -26,6 +26,7 @@ from upweight.errors import ServerError
 from upweight.server.api.app import create_app
 from upweight.server.api.context import ResolveModel
 from upweight.server.home import Home
+from upweight.server.log_lines import LogFormat, formatter
 from upweight.server.reasons import ReasonProtocol
 from upweight.server.settings import Settings
 from upweight.server.store.database import Database
@@ -71,7 +72,7 @@ def run(
         home.announce(url)
         on_ready(Ready(url, home.root, home.key_file, key if key_is_new else None))
 
-    _log_to(home)
+    _log_to(home, settings.log_format)
     app = create_app(settings, resolve_model=resolve_model)
     config = uvicorn.Config(
         app,
@@ -89,10 +90,10 @@ def run(
         raise ServerError("the server did not start; the lines above say why")
 
 
-def _log_to(home: Home) -> None:
+def _log_to(home: Home, log_format: LogFormat) -> None:
     """What the server does goes to logs/server.log; keys and bodies are never logged."""
     handler = RotatingFileHandler(home.logs / "server.log", maxBytes=10_000_000, backupCount=3)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(formatter(log_format))
     root = logging.getLogger("upweight.server")
     root.addHandler(handler)
     root.setLevel(logging.INFO)

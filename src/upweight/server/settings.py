@@ -10,6 +10,7 @@ from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 from upweight.errors import ConfigError
+from upweight.server.log_lines import LogFormat
 
 
 class Settings(BaseSettings):
@@ -23,6 +24,7 @@ class Settings(BaseSettings):
         repr=False,  # it may hold a password
         description="URL of a PostgreSQL database, postgresql://USER:PASSWORD@HOST/NAME; None = a SQLite file in the home folder",
     )
+    log_format: LogFormat = Field(default="text", description="lines of logs/server.log: text, or json for a collector")
     parent_pipe: bool = Field(default=False, description="stop when standard input reaches its end")
 
     max_running: int = Field(default=1, ge=1, description="jobs with a worker process at the same time; others queue")

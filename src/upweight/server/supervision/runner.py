@@ -73,6 +73,7 @@ class JobRunner:
 
     def __init__(self, job_id: str, database: Database, home: Home, settings: Settings) -> None:
         self.job_id = job_id
+        self._facts = {"facts": {"job": job_id}}  # of its lines in the log
         self.database = database
         self.home = home
         self.settings = settings
@@ -89,7 +90,8 @@ class JobRunner:
                 return await self._run_once()
             except (StoreError, OperationalError) as error:
                 # A full disk or a lost volume is nobody's failure: what is stored stays valid, so start again from it.
-                log.error("job %s: the store does not answer: %s; next try in %g s", self.job_id, error, STORE_PAUSE)
+                waits = "job %s: the store does not answer: %s; next try in %g s"
+                log.error(waits, self.job_id, error, STORE_PAUSE, extra=self._facts)
                 await self._stop_worker()
                 await asyncio.sleep(STORE_PAUSE)
 
@@ -104,7 +106,7 @@ class JobRunner:
         except (StoreError, OperationalError):
             raise
         except Exception as error:  # an error of ours fails its job, not the other jobs
-            log.exception("job %s: supervision failed", self.job_id)
+            log.exception("job %s: supervision failed", self.job_id, extra=self._facts)
             await self._fail("internal_error", f"{type(error).__name__}: {error}")
 
     async def _live(self) -> None:
@@ -400,7 +402,7 @@ class JobRunner:
         await self.database.write(lambda c: jobs.set_state(c, self.job_id, job_status, reason))
 
     async def _event(self, message: str, **more: Any) -> None:
-        log.info("job %s: %s", self.job_id, message)
+        log.info("job %s: %s", self.job_id, message, extra=self._facts)
         await self.database.write(lambda c: jobs.add_event(c, self.job_id, message, **more))
 
 
