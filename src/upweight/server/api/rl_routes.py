@@ -28,7 +28,7 @@ from upweight.server.store.uploads import Upload
 from upweight.server.waiting import Facts, explain_wait
 
 LARGEST_INDEX = 2**31 - 1
-QUICKLY_READ = 256 * 1024  # bytes of an upload that are read at once (about 3 ms), not by another process
+QUICKLY_READ = 32 * 1024  # bytes of an upload that are read at once, in less time than another process would add
 Since = Annotated[int, Query(ge=-1, le=LARGEST_INDEX)]
 
 router = APIRouter(prefix="/v1alpha1/fine_tuning/jobs/{job_id}")
