@@ -217,6 +217,13 @@ def test_server_and_trainer_offer_the_same() -> None:
         for advantage in ADVANTAGES[algorithm]:
             method = parse(algorithm=algorithm, advantage=advantage).model_dump(mode="json")
             assert PolicySettings.from_method(method).algorithm == algorithm
-        assert (algorithm in REWARD_ALGORITHMS) == preset.kl_in_reward
-        if not preset.kl_in_reward:
+        assert (algorithm in REWARD_ALGORITHMS | {"rloo"}) == preset.kl_in_reward
+        if algorithm not in REWARD_ALGORITHMS:
             assert KL_IN_LOSS.get(algorithm, "k3") == preset.kl_estimator
+
+
+def test_rloo_takes_the_kl_off_a_reward_and_not_off_an_advantage() -> None:
+    for given, in_reward in (({"advantage": "group"}, True), ({"kl_estimator": "k3"}, False)):
+        method = parse(algorithm="rloo", beta=0.1, **given).model_dump(mode="json")
+        settings = PolicySettings.from_method(method)
+        assert (settings.kl_in_reward, settings.kl_in_loss) == (in_reward, not in_reward)

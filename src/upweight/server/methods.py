@@ -148,11 +148,12 @@ class Reinforcement(Strict):
                     raise ValueError(
                         f"{name} = {value!r} has no effect with algorithm {self.algorithm!r}; leave it out"
                     )
-        in_loss = self.algorithm not in REWARD_ALGORITHMS
+        in_loss = self.algorithm not in REWARD_ALGORITHMS and (self.algorithm, self.advantage) != ("rloo", "group")
         if self.beta > 0 and in_loss and (self.kl_estimator or KL_IN_LOSS.get(self.algorithm, "k3")) == "k1":
             raise ValueError(
                 f"beta = {self.beta!r} with kl_estimator 'k1' has no effect: as a loss term its expected gradient is 0;"
                 " use kl_estimator 'k2' or 'k3'"
+                + (", or advantage 'group', which takes the KL off the reward" if self.algorithm == "rloo" else "")
             )
         if self.kl_estimator is not None and self.beta == 0:
             raise ValueError(f"kl_estimator = {self.kl_estimator!r} has no effect with beta = 0; leave it out")

@@ -73,7 +73,9 @@ class Preset:
     clip_high: float = 0.2
     dual_clip: float | None = None
     kl_estimator: str = "k3"
-    kl_in_reward: bool = False  # β·KL lowers the reward of each token instead of standing in the loss
+    kl_in_reward: bool = (
+        False  # β·KL is taken off the reward that advantages are made of, instead of standing in the loss
+    )
     mask_truncated: bool = False  # answers that the length limit cut are not trained
 
     def __post_init__(self) -> None:
@@ -87,7 +89,13 @@ PRESETS: dict[str, Preset] = {
     "dapo": Preset(clip_high=0.28, mask_truncated=True),
     "gspo": Preset(loss="clip_sequence", aggregation="seq_mean_token_mean", clip_low=3e-4, clip_high=4e-4),
     "cispo": Preset(loss="cispo"),
-    "rloo": Preset(loss="clip_sequence_sum", aggregation="seq_mean_token_sum", advantage="rloo", kl_estimator="k1"),
+    "rloo": Preset(
+        loss="clip_sequence_sum",
+        aggregation="seq_mean_token_sum",
+        advantage="rloo",
+        kl_estimator="k1",
+        kl_in_reward=True,
+    ),
     "reinforce": Preset(loss="reinforce", advantage="returns", kl_estimator="k1", kl_in_reward=True),
     "reinforce_pp": Preset(advantage="returns", whiten=True, kl_estimator="k1", kl_in_reward=True),
     "reinforce_pp_baseline": Preset(advantage="group_centered", whiten=True, kl_estimator="k2"),
@@ -176,11 +184,12 @@ class PolicySettings:
 
     @property
     def kl_in_loss(self) -> bool:
-        return self.beta > 0 and not self.preset.kl_in_reward
+        return self.beta > 0 and not self.kl_in_reward
 
     @property
     def kl_in_reward(self) -> bool:
-        return self.beta > 0 and self.preset.kl_in_reward
+        """Only of a reward: what is given as an advantage stays as it is."""
+        return self.beta > 0 and self.preset.kl_in_reward and self.advantage != "given"
 
     @property
     def exact_kl(self) -> bool:

@@ -5,6 +5,8 @@ Invariants:
   samples have no say in it.
 * A terminal reward stands at the last trained token; what lies between two turns is no time step.
 * A group has the statistics of all its stored samples, also of those that are not trained.
+* A KL in the reward is taken off before rewards are compared or summed up. Samples that are not scored here (those of other
+  batches among them) enter the statistics with their reward alone: no baseline of others moves the expected gradient.
 """
 
 from __future__ import annotations
@@ -38,14 +40,30 @@ class TokenAdvantages(NamedTuple):
 
     advantages: np.ndarray
     returns: np.ndarray | None = None  # what the critic is to tell
-    kl: np.ndarray | None = None  # taken off the rewards, before its factor
 
 
-def sample_advantages(settings: PolicySettings, batch: TrainBatch) -> np.ndarray:
-    """Float32 [n]: rewards as they are, or compared within their groups."""
+def kl_of_reward(settings: PolicySettings, batch: TrainBatch, before: PolicyNumbers) -> np.ndarray | None:
+    """Float32 [T], 0 where nothing is trained: what is taken off the rewards, before its factor; None where nothing is."""
+    if not settings.kl_in_reward or not batch.targets.any():
+        return None
+    steps = Steps(batch)
+    return steps.gather(_kl(settings, steps, before))
+
+
+def sample_advantages(
+    settings: PolicySettings, batch: TrainBatch, scored: np.ndarray, kl: np.ndarray | None = None
+) -> np.ndarray:
+    """Float32 [n]: rewards as they are, or compared within their groups.
+
+    Of the samples at the indices `scored` the tokens' `kl` is known, laid end to end; where groups are compared, its sum over
+    an answer lowers the reward.
+    """
     if not settings.compares_groups:
         return batch.reward.astype(np.float32)
-    rewards = np.concatenate([batch.reward, batch.peer_reward])
+    rewards = batch.reward.astype(np.float64)
+    if kl is not None:
+        rewards[scored] -= settings.beta * _sums(kl, batch.lengths[scored])
+    rewards = np.concatenate([rewards, batch.peer_reward])
     groups = np.concatenate([batch.group, batch.peer_group])
     return ADVANTAGES[settings.preset.advantage](rewards, groups)[: batch.num_samples]
 
@@ -56,24 +74,29 @@ def token_advantages(
     per_sample: np.ndarray,
     kept: np.ndarray,
     before: PolicyNumbers,
+    kl: np.ndarray | None = None,
 ) -> TokenAdvantages:
-    """From `sample_advantages`. `kept` uint8 [T]: the tokens of `batch.targets` that enter the loss; the others are time steps too."""
+    """From `sample_advantages` and `kl_of_reward`. `kept` uint8 [T]: the tokens of `batch.targets` that enter the loss; the others are time steps too."""
     if not settings.makes_advantages:
         return TokenAdvantages(np.repeat(per_sample, batch.lengths).astype(np.float32))
     steps = Steps(batch)
     mask, reward, inside = steps.mask, steps.per_row(per_sample), steps.spread(kept)
-    found = returns = kl = None
+    found = returns = None
     if settings.preset.advantage in FROM_REWARD:
         rewards = at_last_action(reward, mask)
-        if settings.kl_in_reward:
-            kl = _kl(settings, steps, before)
-            rewards = rewards - settings.beta * kl
+        if kl is not None:
+            rewards = rewards - settings.beta * steps.spread(kl)
         found, returns = _estimated(settings, steps, rewards, before)
     else:
         found = masked(jnp.broadcast_to(reward[:, None], mask.shape), mask)
     if settings.preset.whiten and int(np.asarray(kept)[steps.places].sum()) > 1:
         found = masked_normalize(found, inside)
-    return TokenAdvantages(*(None if x is None else steps.gather(x) for x in (found, returns, kl)))  # type: ignore[arg-type]
+    return TokenAdvantages(*(None if x is None else steps.gather(x) for x in (found, returns)))  # type: ignore[arg-type]
+
+
+def _sums(flat: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Float64 [n], of each sample's part of [T]."""
+    return np.bincount(np.repeat(np.arange(len(lengths)), lengths), flat, minlength=len(lengths))
 
 
 def _kl(settings: PolicySettings, steps: Steps, before: PolicyNumbers) -> jax.Array:
