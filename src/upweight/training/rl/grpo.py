@@ -13,7 +13,7 @@ from upweight.ops.corrections import importance_weight
 from upweight.ops.policy_loss import KL_ESTIMATORS, LOSSES, Limits, sequence_ratio
 from upweight.training.rl.adapters import SequencePolicyAdapter
 from upweight.training.rl.checks import Array, as_array, check_positive
-from upweight.training.rl.compiled import Metrics
+from upweight.training.rl.compiled import Metrics, call
 from upweight.training.rl.configs import GRPOConfig
 from upweight.training.rl.grpo_advantages import group_advantages, normalized_rewards, trained_mask
 from upweight.training.rl.inputs import UNWHITENED, Inputs, Totals, token_mean
@@ -68,6 +68,24 @@ class GRPOTrainer(RolloutTrainer[GRPOConfig]):
         check_positive("group_size", group_size)
         check_whole_groups(rewards.shape[0], group_size)
         return normalized_rewards(rewards, group_size, self.config.std_ddof, eps)
+
+    def update(
+        self, batch: Any, *, epochs: int = 1, minibatch_size: int | None = None, seed: int | None = None
+    ) -> tuple[jax.Array, Metrics]:
+        """Several updates from one batch: `epochs` passes over minibatches of so many rows, whole groups (None = all rows at once).
+
+        Advantages, and with `proximal="recomputed"` the centre of the clip, are those before the first update. Groups are taken
+        in order, or with a `seed` shuffled anew in every pass. Minibatches without a trained token make no update. Returns the
+        mean loss and metrics of the updates; `update_skipped` is the share that was skipped.
+        """
+        return self._passes(batch, epochs, minibatch_size, seed, unit=getattr(batch, "group_size", 1))
+
+    def _fixed(self, inputs: Inputs) -> Inputs:
+        """With the centre of the clip, which one update alone has in its own log-probs."""
+        if self.config.proximal != "recomputed" or "old" in inputs.arrays:
+            return inputs
+        old = jnp.asarray(call(self.policy_adapter, "action_log_probs", inputs.batch), jnp.float32)
+        return inputs._replace(arrays={**inputs.arrays, "old": old})
 
     def _checked(self, batch: Any) -> Any:
         if not isinstance(batch, GroupRolloutBatch) or not isinstance(batch.rollout, SequenceRolloutBatch):
