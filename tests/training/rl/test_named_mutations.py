@@ -72,6 +72,7 @@ MUTATIONS = [
     Mutation("is_mask has no upper end", corrections, " & (ratio <= band[1])", "", test_options.test_tokens_outside_the_band_leave_numerator_and_denominator, "soak"),
     Mutation("is_mask keeps what is outside", grpo_advantages, "jnp.where(inside, mask, 0.0)", "jnp.where(inside, mask, mask)", test_options.test_tokens_outside_the_band_leave_numerator_and_denominator, "soak"),
     Mutation("is_mask by sequence goes by the sum", corrections, "keepdims=True) / count", "keepdims=True)", test_options.test_tokens_outside_the_band_leave_numerator_and_denominator, "soak"),
+    Mutation("flat groups stay in the mean", grpo_advantages, "[:, None], 0.0, kept)", "[:, None], kept, kept)", test_options.test_flat_groups_leave_numerator_and_denominator, "ci"),
     Mutation("overlong: the punishment begins at the limit", corrections, " - (limit - buffer)", " - limit", test_options.test_overlong_answers),
     Mutation("overlong: long answers are rewarded", grpo_advantages, "rewards + overlong_punishment", "rewards - overlong_punishment", test_options.test_overlong_answers, "soak"),
     Mutation("overlong: an answer of full length is trained", grpo_advantages, "< config.overlong_length", "<= config.overlong_length", test_options.test_overlong_answers, "soak"),

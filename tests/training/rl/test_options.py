@@ -104,6 +104,29 @@ def test_decoupled_ppo_clips_in_later_updates(size: int | None) -> None:
         trainer.update(grouped(old_log_probs=OLD), minibatch_size=3)
 
 
+def test_flat_groups_leave_numerator_and_denominator() -> None:
+    """Rows of the first group have equal rewards; the means, that of the entropy among them, are over the other's tokens."""
+    rewards = np.array([0.7, 0.7, 0.5, 2.0], np.float32)
+    batch = grouped(old_log_probs=OLD, rewards=rewards)
+    trainer = trainers.grpo(**PLAIN | {"entropy_coeff": 0.3}, filter_flat_groups=True).trainer
+    alone = trainers.grpo(**PLAIN | {"entropy_coeff": 0.3}).trainer
+    loss, metrics = trainer.eval_step(batch)
+    second = jax.tree.map(lambda x: x[2:], batch.rollout)
+    expected, of_second = alone.eval_step(replace(batch, rollout=second))
+    assert float(loss) == pytest.approx(float(expected), rel=1e-5)
+    assert float(metrics["entropy"]) == pytest.approx(float(of_second["entropy"]), rel=1e-5)
+    assert float(metrics["num_tokens"]) == MASK[2:].sum()
+    assert float(metrics["zero_variance_groups"]) == 1
+    assert float(alone.eval_step(batch)[1]["num_tokens"]) == MASK.sum()
+    before = small.params(trainer.model)
+    metrics, after = step_of(
+        trainers.Case(trainer, batch), grouped(old_log_probs=OLD, rewards=np.full(4, 0.7, np.float32))
+    )
+    assert metrics["update_skipped"] == 1
+    assert_same(before, after, 0, 0)
+    assert GRPOConfig.preset("dapo").filter_flat_groups
+
+
 def test_overlong_answers() -> None:
     """Answers have 4, 2, 3 and 4 tokens."""
     lp = own_log_probs(Policy())

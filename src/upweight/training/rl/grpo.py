@@ -29,6 +29,7 @@ from upweight.training.rl.rollouts import GroupRolloutBatch, SequenceRolloutBatc
 from upweight.training.rl.scoring import Places, score_actions
 from upweight.training.rl.trainer import config_of
 
+RELATIVE = ("group", "rloo", "reinforce_pp_baseline")  # advantages that compare the rewards of a group
 LOSS_OF_LEVEL = {"token": "clip", "sequence": "clip_sequence", "sequence_sum": "clip_sequence_term"}
 
 
@@ -107,7 +108,7 @@ class GRPOTrainer(RolloutTrainer[GRPOConfig]):
         config, rollout, size = self.config, batch.rollout, batch.group_size
         if rollout.token_rewards is not None:
             self._warn_once("token_rewards", "the batch's token_rewards are not used: GRPO takes one reward a sequence")
-        relative = config.advantage in ("group", "rloo", "reinforce_pp_baseline") and rollout.advantages is None
+        relative = config.advantage in RELATIVE and rollout.advantages is None
         if size == 1 and relative:
             self._warn_once("group_size", "group_size is 1: a group of one has advantage 0 and teaches nothing")
         elif size != config.num_generations and relative:
@@ -134,6 +135,8 @@ class GRPOTrainer(RolloutTrainer[GRPOConfig]):
                 self._warn_once("is_mask", f"is_mask has no effect: the batch has no {missing}")
         if config.kl_coeff > 0 and not config.kl_in_reward:
             self._warn_once("kl_coeff", "kl_coeff has no effect without kl_in_reward; beta is for the KL in the loss")
+        if config.filter_flat_groups and (config.advantage not in RELATIVE or rollout.advantages is not None):
+            self._warn_once("filter", "filter_flat_groups has no effect: no advantages of groups are computed")
         if config.policy_loss != "clip":
             if config.dual_clip is not None:
                 self._warn_once("dual_clip", f"dual_clip has no effect: policy_loss {config.policy_loss!r} has none")
@@ -153,7 +156,8 @@ class GRPOTrainer(RolloutTrainer[GRPOConfig]):
                 old = jax.lax.stop_gradient(jnp.asarray(policy.action_log_probs(rollout), jnp.float32))
         kept = trained_mask(config, rollout, mask, old, sampler)
         ref = self._reference_in_batch(reference, rollout)
-        advantages, extra = group_advantages(config, batch, mask, kept, old if old is not None else sampler, ref)
+        drawn = old if old is not None else sampler
+        advantages, kept, extra = group_advantages(config, batch, mask, kept, drawn, ref)
         is_white = config.advantage in ("reinforce_pp", "reinforce_pp_baseline") and rollout.advantages is None
         arrays = {
             UNWHITENED if is_white else "advantages": advantages,
