@@ -168,9 +168,12 @@ class PolicyTrainer:
         numbers = self._numbers_before(chosen) if chosen.mask.any() else PolicyNumbers()
         kl = kl_of_reward(self.settings, chosen, numbers)
         compared = sample_advantages(self.settings, batch, active, kl)
-        advantages = np.where(unusable(batch), np.float32(np.nan), compared)
+        advantages = np.where(unusable(batch), np.float32(np.nan), compared.advantages)
+        left_out = compared.flat[active] & self.settings.preset.filter_flat_groups
+        chosen = replace(chosen, mask=chosen.mask * ~np.repeat(left_out, chosen.lengths))
         chosen, targets, metrics = self._targets(chosen, advantages[active], numbers, kl)
-        after = dict(zip(active.tolist(), fates_after(self.settings, chosen, targets.advantages), strict=True))
+        found = fates_after(self.settings, chosen, targets.advantages, left_out)
+        after = dict(zip(active.tolist(), found, strict=True))
         fates = [after[i] if fate is None else fate for i, fate in enumerate(before)]
         metrics = batch_metrics(batch, advantages, fates) | metrics | {"update_skipped": 0.0}
         skipped = False

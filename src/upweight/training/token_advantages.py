@@ -11,13 +11,15 @@ Invariants:
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from upweight.ops.advantages import ADVANTAGES
+from upweight.ops.advantages import ADVANTAGES, group_stats
+from upweight.ops.corrections import overlong_punishment
 from upweight.ops.masked_stats import masked, masked_normalize
 from upweight.ops.packing import power_bucket
 from upweight.ops.policy_loss import KL_ESTIMATORS
@@ -50,22 +52,43 @@ def kl_of_reward(settings: PolicySettings, batch: TrainBatch, before: PolicyNumb
     return steps.gather(_kl(settings, steps, before))
 
 
+class SampleAdvantages(NamedTuple):
+    advantages: np.ndarray  # float32 [n]
+    flat: np.ndarray  # bool [n], of a group without variance, where groups are compared
+
+
 def sample_advantages(
     settings: PolicySettings, batch: TrainBatch, scored: np.ndarray, kl: np.ndarray | None = None
-) -> np.ndarray:
-    """Float32 [n]: rewards as they are, or compared within their groups.
+) -> SampleAdvantages:
+    """Rewards less the punishment of long answers, as they are or compared within their groups.
 
     Of the samples at the indices `scored` the tokens' `kl` is known, laid end to end; where groups are compared, its sum over
     an answer lowers the reward.
     """
-    if not settings.compares_groups:
-        return batch.reward.astype(np.float32)
     rewards = batch.reward.astype(np.float64)
+    if settings.preset.overlong_buffer is not None and settings.advantage != "given":
+        limits = settings.max_response_length, settings.preset.overlong_buffer
+        rewards += np.asarray(overlong_punishment(jnp.asarray(last_turns(batch)), *limits))
+    if not settings.compares_groups:
+        return SampleAdvantages(rewards.astype(np.float32), np.zeros(batch.num_samples, bool))
     if kl is not None:
         rewards[scored] -= settings.beta * _sums(kl, batch.lengths[scored])
     rewards = np.concatenate([rewards, batch.peer_reward])
     groups = np.concatenate([batch.group, batch.peer_group])
-    return ADVANTAGES[settings.preset.advantage](rewards, groups)[: batch.num_samples]
+    own = slice(batch.num_samples)
+    return SampleAdvantages(
+        ADVANTAGES[settings.preset.advantage](rewards, groups)[own], group_stats(rewards, groups).flat[own]
+    )
+
+
+def last_turns(batch: TrainBatch) -> np.ndarray:
+    """int32 [n]: trained tokens of each sample's last turn, which is what the length limit is for."""
+    found = np.zeros(batch.num_samples, np.int32)
+    for i, (start, end) in enumerate(pairwise(batch.starts.tolist())):
+        trained = np.flatnonzero(batch.mask[start:end])
+        apart = np.flatnonzero(np.diff(trained) > 1)
+        found[i] = len(trained) - (apart[-1] + 1 if len(apart) else 0)
+    return found
 
 
 def token_advantages(
