@@ -43,6 +43,8 @@ FROZEN = {
     "entropy_coeff": 0.0,
     "is_cap": 2.0,
     "mask_truncated": None,
+    "filter_flat_groups": None,
+    "overlong_buffer": None,
     "correction": "truncated",
     "lora": None,
     "sampling": {"max_tokens": 256, "max_context": None},
@@ -124,6 +126,12 @@ def test_ppo_has_a_critic_whose_defaults_are_frozen() -> None:
         ({"lora": {"targets": "attn"}}, ["lora.targets 'attn' is not offered"]),
         ({"algorithm": "cispo", "clip_high": 0.3}, ["clip_high = 0.3 has no effect with algorithm 'cispo'"]),
         ({"algorithm": "rloo", "beta": 0.1}, ["beta = 0.1 with kl_estimator 'k1'", "use kl_estimator 'k2' or 'k3'"]),
+        ({"filter_flat_groups": True}, ["filter_flat_groups = True has no effect with advantage 'given'"]),
+        ({"overlong_buffer": 8}, ["overlong_buffer = 8 has no effect with advantage 'given'", "'group'"]),
+        (
+            {"overlong_buffer": 300, "advantage": "group"},
+            ["overlong_buffer = 300 exceeds sampling.max_tokens = 256"],
+        ),
         ({"lr_schedule": "linear"}, ["lr_schedule = 'linear' needs num_batches"]),
         ({"correction": "none", "is_cap": 3.0}, ["is_cap = 3.0 has no effect with correction 'none'", "'truncated'"]),
         ({"correction": "decoupled", "is_cap": 1.0}, ["is_cap = 1.0 has no effect with correction 'decoupled'"]),
@@ -185,6 +193,8 @@ ACCEPTED: dict[str, Any] = {
     "advantage": "group",
     "lora": {"rank": 4, "alpha": 8, "targets": "mlp"},
     "mask_truncated": True,
+    "filter_flat_groups": True,
+    "overlong_buffer": 64,
     "critic": {**CRITIC, "gae_lambda": 0.5},
     "seed": 3,
 }
@@ -200,6 +210,7 @@ def test_every_key_reaches_the_trainer() -> None:
     for key, value in ACCEPTED.items():
         start = {"num_batches": 9, "algorithm": "ppo" if key == "critic" else "grpo"}
         start |= {"beta": 0.1} if key == "kl_estimator" else {}
+        start |= {"advantage": "group"} if key in ("filter_flat_groups", "overlong_buffer") else {}
         plain = PolicySettings.from_method(parse(**start).model_dump(mode="json"))
         accepted = parse(**{**start, key: value}).model_dump(mode="json")
         settings = PolicySettings.from_method(accepted)
@@ -217,6 +228,13 @@ def test_server_and_trainer_offer_the_same() -> None:
         for advantage in ADVANTAGES[algorithm]:
             method = parse(algorithm=algorithm, advantage=advantage).model_dump(mode="json")
             assert PolicySettings.from_method(method).algorithm == algorithm
-        assert (algorithm in REWARD_ALGORITHMS) == preset.kl_in_reward
-        if not preset.kl_in_reward:
+        assert (algorithm in REWARD_ALGORITHMS | {"rloo"}) == preset.kl_in_reward
+        if algorithm not in REWARD_ALGORITHMS:
             assert KL_IN_LOSS.get(algorithm, "k3") == preset.kl_estimator
+
+
+def test_rloo_takes_the_kl_off_a_reward_and_not_off_an_advantage() -> None:
+    for given, in_reward in (({"advantage": "group"}, True), ({"kl_estimator": "k3"}, False)):
+        method = parse(algorithm="rloo", beta=0.1, **given).model_dump(mode="json")
+        settings = PolicySettings.from_method(method)
+        assert (settings.kl_in_reward, settings.kl_in_loss) == (in_reward, not in_reward)

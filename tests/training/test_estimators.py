@@ -39,6 +39,7 @@ CASES: dict[str, dict[str, Any]] = {
     "reinforce_pp_baseline": {"algorithm": "reinforce_pp_baseline", "advantage": "reward", "beta": BETA},
     "ppo": {**PPO, "correction": "none", "beta": BETA},
     "ppo on an adapter": {**PPO, "correction": "masked", "lora": LORA, "beta": BETA, "kl_estimator": "exact"},
+    "rloo": {"algorithm": "rloo", "advantage": "group", "beta": BETA},
     "exact KL": {
         "algorithm": "bnpo",
         "advantage": "group",
@@ -137,6 +138,13 @@ class Reference:
                 )
                 std = 1.0 if name == "reinforce_pp_baseline" else members.std() + 1e-8
                 found[self.sample == i] = (reward[i] - members.mean()) / std if np.ptp(members) > 0 else 0.0
+        elif name == "rloo":
+            taken = BETA * self.kl(old, start, "k1")
+            lowered = np.array([r - taken[self.sample == i].sum() for i, r in enumerate(reward)])
+            for i, group in enumerate(self.batch.group):
+                others = (self.batch.group == group) & (np.arange(len(reward)) != i)
+                apart = np.concatenate([lowered[others], self.batch.peer_reward[self.batch.peer_group == group]])
+                found[self.sample == i] = lowered[i] - apart.mean()
         else:
             taken = BETA * self.kl(old, start, self.method.get("kl_estimator", "k1"))
             for i in range(self.batch.num_samples):
@@ -158,20 +166,39 @@ class Reference:
 
     def terms(self, logits: np.ndarray, old: np.ndarray, start: np.ndarray, advantage: np.ndarray) -> np.ndarray:
         """[N], the loss of each token; that of the batch is their mean over the kept ones."""
-        lp, lp_old, name = self.chosen(logits), self.chosen(old), self.method["algorithm"]
+        loss = self.terms_of(self.chosen(logits), old, advantage)
+        if self.method["algorithm"] in ("bnpo", "reinforce_pp_baseline"):
+            loss = loss + BETA * self.kl(logits, start, self.method.get("kl_estimator", "k2"))
+        return loss
+
+    def terms_of(self, lp: np.ndarray, old: np.ndarray, advantage: np.ndarray) -> np.ndarray:
+        """The part that needs no more than the log-probs of the tokens."""
+        lp_old, name = self.chosen(old), self.method["algorithm"]
         off = np.exp(lp_old - self.sampler)
         against = self.sampler if self.method["correction"] == "none" else lp_old
         weight = {"none": np.ones_like(off), "truncated": np.minimum(off, CAP)}.get(self.method["correction"], off)
         ratio = np.exp(lp - against)
         clipped = np.minimum(ratio * advantage, np.clip(ratio, 0.8, 1.2) * advantage)
-        loss = -weight * (advantage * lp if name == "reinforce" else clipped)
-        if name in ("bnpo", "reinforce_pp_baseline"):
-            loss = loss + BETA * self.kl(logits, start, self.method.get("kl_estimator", "k2"))
-        return loss
+        if name == "rloo":  # one ratio an answer; the mean over answers of the weighted mean of its tokens' terms
+            sums = np.array([(lp - against)[self.sample == i].sum() for i in range(self.batch.num_samples)])
+            count = np.bincount(self.sample)
+            ratio = np.exp(sums)[self.sample]
+            clipped = np.minimum(ratio * advantage, np.clip(ratio, 0.8, 1.2) * advantage) / count[self.sample]
+            return -weight * clipped * len(lp) / (count > 0).sum()
+        return -weight * (advantage * lp if name == "reinforce" else clipped)
 
     def slopes(self, logits: np.ndarray, old: np.ndarray, start: np.ndarray, advantage: np.ndarray) -> np.ndarray:
-        """Central differences of the batch's loss in each logit, [rows, PADDED, V]; the terms of different tokens share none."""
+        """Central differences of the batch's loss in each logit, [rows, PADDED, V]; the terms of different tokens share none,
+        but for rloo, which goes by the log-probs: −p/T of all logits, and 1/T of the token's own."""
         out, kept = np.zeros((*self.rows.shape, self.config.vocab_size), np.float32), self.kept(old)
+        if self.method["algorithm"] == "rloo":
+            chain = np.eye(self.config.vocab_size)[self.target] - np.exp(self.distribution(logits))
+            for t in range(len(self.target)):
+                step = 1e-5 * (np.arange(len(self.target)) == t)
+                ends = [self.terms_of(self.chosen(logits) + s, old, advantage).mean() for s in (step, -step)]
+                slope = (ends[0] - ends[1]) / 2e-5
+                out[self.sample[t], self.place[t] - 1] = slope * chain[t] / self.temperature[t]
+            return out
         for v in range(self.config.vocab_size):
             step = np.zeros_like(logits)
             step[:, v] = 1e-5
@@ -299,11 +326,15 @@ MUTATIONS: list[tuple[ModuleType, str, str, str]] = [
     (policy_step, 'behaviour if settings.correction == "none" else old', "old", "ppo"),
     (policy_step, "per_token + settings.beta * kl", "per_token - settings.beta * kl", "exact KL"),
     (policy_step, "jnp.sum(squared_error(*kept))", "0.5 * jnp.sum(squared_error(*kept))", "ppo"),
-    (token_advantages, "rewards - settings.beta * kl", "rewards + settings.beta * kl", "reinforce"),
+    (token_advantages, "rewards - settings.beta * steps", "rewards + settings.beta * steps", "reinforce"),
+    (token_advantages, "rewards[scored] -= settings.beta", "rewards[scored] += settings.beta", "rloo"),
+    (token_advantages, "rewards[scored] -= settings.beta * _sums(kl, batch.lengths[scored])", "pass", "rloo"),
     (token_advantages, "masked_normalize(found, inside)", "masked_normalize(found, steps.mask)", "reinforce_pp"),
     (token_advantages, "found + masked(values, steps.mask)", "found", "ppo"),
     (token_advantages, "critic.gamma, critic.gae_lambda", "critic.gae_lambda, critic.gamma", "ppo"),
-    (token_advantages, "[batch.reward, batch.peer_reward]", "[batch.reward, 0 * batch.peer_reward]", "exact KL"),
+    (token_advantages, "[rewards, batch.peer_reward]", "[rewards, 0 * batch.peer_reward]", "exact KL"),
+    (policy_trainer, "np.where(batch.temperature > 0, batch.temperature, 1.0)", "np.ones_like(batch.temperature)", "rloo"),
+    (policy_trainer, "num_tokens = int(layout.weight.sum())", "num_tokens = int(layout.num_tokens)", "reinforce"),
     (policy_trainer, "np.abs(shift) > np.log(cap)", "shift > np.log(cap)", "reinforce_pp"),
     (critic, 'hidden @ critic["w"] + critic["b"]', 'hidden @ critic["w"] - critic["b"]', "ppo"),
     (critic, "jax.lax.stop_gradient(hidden_NH)", "hidden_NH", "ppo"),

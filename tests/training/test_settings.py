@@ -148,8 +148,8 @@ def test_presets() -> None:
     assert [name for name, preset in PRESETS.items() if preset.mask_truncated] == ["dapo"]
     estimators = {name: (preset.kl_estimator, preset.kl_in_reward) for name, preset in PRESETS.items()}
     in_reward = {name for name, (_, inside) in estimators.items() if inside}
-    assert in_reward == {"reinforce", "reinforce_pp", "ppo"}
-    assert {name for name, (kind, _) in estimators.items() if kind == "k1"} == in_reward | {"rloo"}
+    assert in_reward == {"rloo", "reinforce", "reinforce_pp", "ppo"}
+    assert {name for name, (kind, _) in estimators.items() if kind == "k1"} == in_reward
     assert estimators["reinforce_pp_baseline"] == ("k2", False)
 
 

@@ -33,12 +33,15 @@ class Supervised(Strict):
     lora: bool = False
     lora_r: int = Field(default=8, ge=8, le=128)
     lora_alpha: Int = Field(default=8, ge=8)
-    lora_dropout: float = Field(default=0.0, ge=0, le=1)
+    lora_dropout: float = Field(default=0.0, ge=0, le=1, description="of the adapter's inputs, while it is trained")
 
     @model_validator(mode="after")
-    def _offered(self) -> Supervised:
-        if self.lora_dropout > 0:
-            raise ValueError(f"lora_dropout = {self.lora_dropout!r} is not offered by this server yet; use 0.0")
+    def _has_effect(self) -> Supervised:
+        """What would be without effect is refused rather than ignored."""
+        if self.lora_dropout > 0 and not self.lora:
+            raise ValueError(
+                f"lora_dropout = {self.lora_dropout!r} has no effect without lora; leave it out or set lora"
+            )
         return self
 
 

@@ -100,6 +100,8 @@ class Reinforcement(Strict):
     entropy_coeff: float = Field(default=0.0, ge=0)
     is_cap: float = Field(default=2.0, gt=0, description="truncated: cap of the weights; masked: end of the band")
     mask_truncated: bool | None = None
+    filter_flat_groups: bool | None = None
+    overlong_buffer: Int | None = Field(default=None, ge=1, description="None = no punishment of long answers")
     correction: Literal["none", "truncated", "masked", "decoupled"] = "truncated"
     lora: Lora | None = None
     sampling: Sampling = Sampling()
@@ -148,14 +150,30 @@ class Reinforcement(Strict):
                     raise ValueError(
                         f"{name} = {value!r} has no effect with algorithm {self.algorithm!r}; leave it out"
                     )
-        in_loss = self.algorithm not in REWARD_ALGORITHMS
+        in_loss = self.algorithm not in REWARD_ALGORITHMS and (self.algorithm, self.advantage) != ("rloo", "group")
         if self.beta > 0 and in_loss and (self.kl_estimator or KL_IN_LOSS.get(self.algorithm, "k3")) == "k1":
             raise ValueError(
                 f"beta = {self.beta!r} with kl_estimator 'k1' has no effect: as a loss term its expected gradient is 0;"
                 " use kl_estimator 'k2' or 'k3'"
+                + (", or advantage 'group', which takes the KL off the reward" if self.algorithm == "rloo" else "")
             )
         if self.kl_estimator is not None and self.beta == 0:
             raise ValueError(f"kl_estimator = {self.kl_estimator!r} has no effect with beta = 0; leave it out")
+        if self.filter_flat_groups and not needs_task(self.model_dump(include={"algorithm", "advantage"})):
+            raise ValueError(
+                f"filter_flat_groups = True has no effect with advantage {self.advantage!r} of algorithm {self.algorithm!r},"
+                " which compare no groups; leave it out"
+            )
+        if self.overlong_buffer is not None:
+            if self.advantage == "given":
+                raise ValueError(
+                    f"overlong_buffer = {self.overlong_buffer} has no effect with advantage 'given': it lowers raw rewards;"
+                    " leave it out or use advantage 'group'"
+                )
+            if self.overlong_buffer > self.sampling.max_tokens:
+                raise ValueError(
+                    f"overlong_buffer = {self.overlong_buffer} exceeds sampling.max_tokens = {self.sampling.max_tokens}"
+                )
         if self.correction not in BOUNDED and self.is_cap != type(self).model_fields["is_cap"].default:
             raise ValueError(
                 f"is_cap = {self.is_cap!r} has no effect with correction {self.correction!r}; leave it out"

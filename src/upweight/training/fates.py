@@ -5,7 +5,7 @@
 | refused | longer than the model's context, or an id outside its vocabulary |
 | masked | its mask names no token that can be trained, or its answer was cut by length and `mask_truncated` leaves such out |
 | stale | correction "masked" left out every token: the policy is too far from the one that drew them |
-| zero_advantage | every advantage is exactly 0, and no critic learns from it |
+| zero_advantage | every advantage is exactly 0, and no critic learns from it; or `filter_flat_groups` leaves out its group |
 | trained | anything else |
 """
 
@@ -39,10 +39,12 @@ def is_truncated(batch: TrainBatch) -> np.ndarray:
     return batch.truncated > 0 if len(batch.truncated) else np.zeros(batch.num_samples, bool)
 
 
-def fates_after(settings: PolicySettings, batch: TrainBatch, advantages: np.ndarray) -> list[str]:
-    """Fates of samples that were scored; the batch's mask holds the tokens that enter the loss, `advantages` is [T]."""
+def fates_after(settings: PolicySettings, batch: TrainBatch, advantages: np.ndarray, left_out: np.ndarray) -> list[str]:
+    """Fates of samples that were scored; the batch's mask holds the tokens that enter the loss, `advantages` is [T], `left_out`
+    bool [n]: of groups without variance that are filtered."""
     sample = np.repeat(np.arange(batch.num_samples), batch.lengths)
     left = np.bincount(sample, batch.mask, minlength=batch.num_samples)
     acts = (batch.mask > 0) & (advantages != 0)  # NaN acts: it spoils the update, visibly
     acting = np.bincount(sample, acts, minlength=batch.num_samples) + (left if settings.critic else 0)
-    return ["stale" if not left[i] else "trained" if acting[i] else "zero_advantage" for i in range(len(left))]
+    idle = ["zero_advantage" if out else "stale" for out in left_out]
+    return [idle[i] if not left[i] else "trained" if acting[i] else "zero_advantage" for i in range(len(left))]

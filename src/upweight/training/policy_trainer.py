@@ -44,6 +44,7 @@ from upweight.training.policy_step import Fixed, Packed, Trained, make_apply, ma
 from upweight.training.settings import PolicySettings
 from upweight.training.token_advantages import (
     PolicyNumbers,
+    kl_of_reward,
     sample_advantages,
     token_advantages,
 )
@@ -162,9 +163,17 @@ class PolicyTrainer:
         limits = {"max_context": self.config.max_context, "vocab_size": self.config.vocab_size}
         before = fates_before(self.settings, batch, **limits)
         active = np.flatnonzero([fate is None for fate in before])
-        advantages = np.where(unusable(batch), np.float32(np.nan), sample_advantages(self.settings, batch))
-        chosen, targets, metrics = self._targets(batch.select(active), advantages[active])
-        after = dict(zip(active.tolist(), fates_after(self.settings, chosen, targets.advantages), strict=True))
+        chosen = batch.select(active)
+        chosen = replace(chosen, mask=chosen.targets)
+        numbers = self._numbers_before(chosen) if chosen.mask.any() else PolicyNumbers()
+        kl = kl_of_reward(self.settings, chosen, numbers)
+        compared = sample_advantages(self.settings, batch, active, kl)
+        advantages = np.where(unusable(batch), np.float32(np.nan), compared.advantages)
+        left_out = compared.flat[active] & self.settings.preset.filter_flat_groups
+        chosen = replace(chosen, mask=chosen.mask * ~np.repeat(left_out, chosen.lengths))
+        chosen, targets, metrics = self._targets(chosen, advantages[active], numbers, kl)
+        found = fates_after(self.settings, chosen, targets.advantages, left_out)
+        after = dict(zip(active.tolist(), found, strict=True))
         fates = [after[i] if fate is None else fate for i, fate in enumerate(before)]
         metrics = batch_metrics(batch, advantages, fates) | metrics | {"update_skipped": 0.0}
         skipped = False
@@ -185,26 +194,26 @@ class PolicyTrainer:
         assert scores.logprobs is not None
         return scores.logprobs
 
-    def _targets(self, batch: TrainBatch, per_sample: np.ndarray) -> tuple[TrainBatch, Targets, dict[str, float]]:
+    def _targets(
+        self, batch: TrainBatch, per_sample: np.ndarray, before: PolicyNumbers, kl: np.ndarray | None
+    ) -> tuple[TrainBatch, Targets, dict[str, float]]:
         """The batch with the mask of what enters the loss, what it is trained towards, and metrics of both."""
         settings = self.settings
-        batch = replace(batch, mask=batch.targets)
         if not batch.mask.any():
             return batch, Targets(np.repeat(per_sample, batch.lengths)), {}
-        before = self._numbers_before(batch)
         kept, metrics = batch.mask, {}
         if settings.correction == "masked":
             assert before.logprobs is not None
             kept = _inside_band(batch, before.logprobs, settings.is_cap)
             metrics["masked_token_fraction"] = 1.0 - float(kept.sum()) / float(batch.mask.sum())
-        found = token_advantages(settings, batch, per_sample, kept, before)
+        found = token_advantages(settings, batch, per_sample, kept, before, kl)
         if found.returns is not None:
             assert before.values is not None
             metrics |= critic_metrics(before.values, found.returns, kept)
         if settings.makes_advantages and kept.any():
             metrics["advantage_std"] = spread(found.advantages[kept > 0])
-        if found.kl is not None:
-            metrics["kl"] = float(found.kl[batch.mask > 0].mean())
+        if kl is not None:
+            metrics["kl"] = float(kl[batch.mask > 0].mean())
         targets = Targets(found.advantages, before.logprobs, before.reference, found.returns)
         return replace(batch, mask=kept), targets, metrics
 

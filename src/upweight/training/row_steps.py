@@ -17,6 +17,7 @@ from upweight.models.layers import Params, head_matrix
 from upweight.ops.logprobs import Scores, hidden_scores
 from upweight.ops.masked_stats import masked
 from upweight.ops.preference_loss import MEAN_SCORES, PAIR_LOSSES, PairSettings
+from upweight.training.lora_dropout import dropping
 from upweight.training.policy_step import Metrics, allowed_mask, split_trainable
 from upweight.training.settings import PolicySettings
 
@@ -33,6 +34,11 @@ class Layout(NamedTuple):
     query: jax.Array  # int32 [N]
     target: jax.Array  # int32 [N]
     trained: jax.Array  # float32 [N], 0 on padding
+
+
+class Supervision(NamedTuple):
+    num_tokens: jax.Array  # float32 [], trained tokens of the whole batch
+    key: jax.Array  # uint32 [2], of what this micro-batch drops
 
 
 class Pairs(NamedTuple):
@@ -54,9 +60,11 @@ def scores(
     *,
     remat: bool,
     hits: bool = False,
+    drop: Callable[[Params], Params] = lambda adapter: adapter,
 ) -> Scores:
-    """Log-probs at the targets, and with `hits` whether no other token is likelier."""
+    """Log-probs at the targets, and with `hits` whether no other token is likelier; `drop` is for the adapter, if there is one."""
     params, lora, scale = split_trainable(settings, trainable, frozen)
+    lora = None if lora is None else drop(lora)
     mask = allowed_mask(layout.block, layout.segment)
     hidden = forward_hidden(config, params, layout.tokens, layout.positions, mask, lora, scale, remat)
     matrix, cap = head_matrix(params), config.final_softcap
@@ -69,19 +77,24 @@ def scores(
     return hidden_scores(head, at_targets, layout.target, jnp.ones(layout.target.shape), hits=hits)
 
 
-def make_supervised_gradient(config: DecoderConfig, settings: PolicySettings, *, remat: bool) -> Gradient:
-    """Compiled (trainable, frozen, layout, trained tokens of the whole batch) → (gradient, metrics).
+def make_supervised_gradient(
+    config: DecoderConfig, settings: PolicySettings, *, remat: bool, lora_dropout: float = 0.0
+) -> Gradient:
+    """Compiled (trainable, frozen, layout, supervision) → (gradient, metrics).
 
     loss = −Σ log p(target) / tokens.
     """
 
     def loss_fn(
-        trainable: Params, frozen: Params | None, layout: Layout, num_tokens: jax.Array
+        trainable: Params, frozen: Params | None, layout: Layout, given: Supervision
     ) -> tuple[jax.Array, Metrics]:
-        found = scores(config, settings, trainable, frozen, layout, remat=remat, hits=True)
+        def drop(adapter: Params) -> Params:
+            return dropping(adapter, given.key, lora_dropout)
+
+        found = scores(config, settings, trainable, frozen, layout, remat=remat, hits=True, drop=drop)
         assert found.hit is not None
-        loss = -jnp.sum(masked(found.logprob, layout.trained)) / num_tokens
-        right = jnp.sum(masked(found.hit, layout.trained)) / num_tokens
+        loss = -jnp.sum(masked(found.logprob, layout.trained)) / given.num_tokens
+        right = jnp.sum(masked(found.hit, layout.trained)) / given.num_tokens
         return loss, jax.lax.stop_gradient({"loss": loss, "token_accuracy": right})
 
     return jax.jit(jax.grad(loss_fn, has_aux=True))

@@ -24,12 +24,14 @@ from upweight.models.layers import Params
 from upweight.ops.logprobs import Scores
 from upweight.ops.packing import PackedBatch, pack, pack_apart, power_bucket
 from upweight.ops.preference_loss import PAIR_LOSSES, PairSettings
+from upweight.training.lora_dropout import key_of
 from upweight.training.microbatches import split_rows
 from upweight.training.policy_trainer import MAX_ROW, PolicyTrainer, StepReport
 from upweight.training.row_steps import (
     Gradient,
     Layout,
     Pairs,
+    Supervision,
     make_preference_gradient,
     make_row_score,
     make_supervised_gradient,
@@ -154,19 +156,23 @@ class RowTrainer(PolicyTrainer):
 
 
 class SupervisedTrainer(RowTrainer):
-    """Cross-entropy of the trained tokens, their mean over the batch."""
+    """Cross-entropy of the trained tokens, their mean over the batch.
 
-    def __init__(self, *arguments: Any, share_rows: bool = True, **more: Any) -> None:
+    `lora_dropout` in [0, 1] is for the inputs of an adapter, in updates alone; metrics of an update are those with it.
+    """
+
+    def __init__(self, *arguments: Any, share_rows: bool = True, lora_dropout: float = 0.0, **more: Any) -> None:
         super().__init__(*arguments, **more)
         self.share_rows = share_rows
+        self.lora_dropout = lora_dropout
 
     @functools.lru_cache(maxsize=2)  # noqa: B019 - one trainer lives as long as its process
     def _row_gradient(self, remat: bool) -> Gradient:
-        return make_supervised_gradient(self.config, self.settings, remat=remat)
+        return make_supervised_gradient(self.config, self.settings, remat=remat, lora_dropout=self.lora_dropout)
 
     def _measured(self, rows: list[TrainRow]) -> dict[str, float]:
         loss, right, count = 0.0, 0.0, 0.0
-        for packed, _ in self._pieces_of(rows):
+        for packed in self._pieces_of(rows):
             found, weight = self._row_score(self.trainable, self._fixed.base, layout_of(packed)), packed.weight
             loss -= float(np.asarray(found.logprob, np.float64)[weight > 0].sum())
             right += float(np.asarray(found.hit, np.float64)[weight > 0].sum())
@@ -174,15 +180,16 @@ class SupervisedTrainer(RowTrainer):
         return {"valid_loss": loss / count, "valid_token_accuracy": right / count}
 
     def _row_pieces(self, chosen: list[int]) -> Iterator[tuple[PackedBatch, Any]]:
-        return self._pieces_of([self.rows[number] for number in chosen])
+        pieces = self._pieces_of([self.rows[number] for number in chosen])
+        num_tokens: Any = np.float32(sum(piece.weight.sum() for piece in pieces))
+        for number, piece in enumerate(pieces):
+            yield piece, Supervision(num_tokens, key_of(self.settings.seed, self.version, number))
 
-    def _pieces_of(self, rows: list[TrainRow]) -> Iterator[tuple[PackedBatch, Any]]:
+    def _pieces_of(self, rows: list[TrainRow]) -> list[PackedBatch]:
         batch, _ = end_to_end(rows)
         layout = pack if self.share_rows else pack_apart
         packed = layout(batch, max_row=min(MAX_ROW, self.microbatch_tokens))
-        num_tokens = np.float32(packed.weight.sum())
-        for piece in split_rows(packed, self.microbatch_tokens):
-            yield piece, num_tokens
+        return list(split_rows(packed, self.microbatch_tokens))
 
 
 class PreferenceTrainer(RowTrainer):

@@ -39,6 +39,7 @@ RANGES: dict[str, tuple[float, bool, float]] = {
     "clip_low": (0, False, 1),
     "clip_high": (0, False, math.inf),
     "dual_clip": (1, False, math.inf),
+    "overlong_buffer": (1, True, math.inf),
     "rank": (1, True, math.inf),
     "alpha": (0, False, math.inf),
     "gamma": (0, True, ONE_INCLUDED),
@@ -73,21 +74,32 @@ class Preset:
     clip_high: float = 0.2
     dual_clip: float | None = None
     kl_estimator: str = "k3"
-    kl_in_reward: bool = False  # β·KL lowers the reward of each token instead of standing in the loss
+    kl_in_reward: bool = (
+        False  # β·KL is taken off the reward that advantages are made of, instead of standing in the loss
+    )
     mask_truncated: bool = False  # answers that the length limit cut are not trained
+    filter_flat_groups: bool = False  # groups of equal rewards are not trained: they leave the means of the loss
+    overlong_buffer: int | None = None  # over the last so many tokens before the limit a reward falls by 1 in all
 
     def __post_init__(self) -> None:
-        check_fields({name: getattr(self, name) for name in ("clip_low", "clip_high", "dual_clip", "kl_estimator")})
+        names = ("clip_low", "clip_high", "dual_clip", "kl_estimator", "overlong_buffer")
+        check_fields({name: getattr(self, name) for name in names})
 
 
 PRESETS: dict[str, Preset] = {
     "grpo": Preset(aggregation="seq_mean_token_mean"),
     "bnpo": Preset(),
     "dr_grpo": Preset(aggregation="seq_mean_token_sum_norm", advantage="group_centered"),
-    "dapo": Preset(clip_high=0.28, mask_truncated=True),
+    "dapo": Preset(clip_high=0.28, mask_truncated=True, filter_flat_groups=True),
     "gspo": Preset(loss="clip_sequence", aggregation="seq_mean_token_mean", clip_low=3e-4, clip_high=4e-4),
     "cispo": Preset(loss="cispo"),
-    "rloo": Preset(loss="clip_sequence_sum", aggregation="seq_mean_token_sum", advantage="rloo", kl_estimator="k1"),
+    "rloo": Preset(
+        loss="clip_sequence_sum",
+        aggregation="seq_mean_token_sum",
+        advantage="rloo",
+        kl_estimator="k1",
+        kl_in_reward=True,
+    ),
     "reinforce": Preset(loss="reinforce", advantage="returns", kl_estimator="k1", kl_in_reward=True),
     "reinforce_pp": Preset(advantage="returns", whiten=True, kl_estimator="k1", kl_in_reward=True),
     "reinforce_pp_baseline": Preset(advantage="group_centered", whiten=True, kl_estimator="k2"),
@@ -161,6 +173,9 @@ class PolicySettings:
             raise ConfigError(f"advantage {self.advantage!r} does not fit algorithm {self.algorithm!r}; use {choice}")
         if (self.critic is not None) != (own == "gae"):
             raise ConfigError("critic belongs to algorithm 'ppo', which needs one; give both or neither")
+        buffer = self.preset.overlong_buffer
+        if buffer is not None and buffer > self.max_response_length:
+            raise ConfigError(f"overlong_buffer {buffer!r} exceeds sampling.max_tokens {self.max_response_length!r}")
         if self.correction == "masked" and self.is_cap < 1:
             raise ConfigError(f"is_cap {self.is_cap!r} leaves out every token with correction 'masked'; use 1 or more")
 
@@ -176,11 +191,12 @@ class PolicySettings:
 
     @property
     def kl_in_loss(self) -> bool:
-        return self.beta > 0 and not self.preset.kl_in_reward
+        return self.beta > 0 and not self.kl_in_reward
 
     @property
     def kl_in_reward(self) -> bool:
-        return self.beta > 0 and self.preset.kl_in_reward
+        """Only of a reward: what is given as an advantage stays as it is."""
+        return self.beta > 0 and self.preset.kl_in_reward and self.advantage != "given"
 
     @property
     def exact_kl(self) -> bool:
@@ -218,7 +234,15 @@ class PolicySettings:
 
 
 # Fields of the method object that replace the preset's, and fields of the settings that are not read by their own name.
-OF_PRESET = ("clip_low", "clip_high", "dual_clip", "kl_estimator", "mask_truncated")
+OF_PRESET = (
+    "clip_low",
+    "clip_high",
+    "dual_clip",
+    "kl_estimator",
+    "mask_truncated",
+    "filter_flat_groups",
+    "overlong_buffer",
+)
 READ_APART = {"algorithm", "preset", "lora", "critic", "total_steps", "max_response_length"}
 
 Nested = TypeVar("Nested", LoraSettings, CriticSettings)

@@ -5,17 +5,21 @@ Invariants:
   samples have no say in it.
 * A terminal reward stands at the last trained token; what lies between two turns is no time step.
 * A group has the statistics of all its stored samples, also of those that are not trained.
+* A KL in the reward is taken off before rewards are compared or summed up. Samples that are not scored here (those of other
+  batches among them) enter the statistics with their reward alone: no baseline of others moves the expected gradient.
 """
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from upweight.ops.advantages import ADVANTAGES
+from upweight.ops.advantages import ADVANTAGES, group_stats
+from upweight.ops.corrections import overlong_punishment
 from upweight.ops.masked_stats import masked, masked_normalize
 from upweight.ops.packing import power_bucket
 from upweight.ops.policy_loss import KL_ESTIMATORS
@@ -38,16 +42,53 @@ class TokenAdvantages(NamedTuple):
 
     advantages: np.ndarray
     returns: np.ndarray | None = None  # what the critic is to tell
-    kl: np.ndarray | None = None  # taken off the rewards, before its factor
 
 
-def sample_advantages(settings: PolicySettings, batch: TrainBatch) -> np.ndarray:
-    """Float32 [n]: rewards as they are, or compared within their groups."""
+def kl_of_reward(settings: PolicySettings, batch: TrainBatch, before: PolicyNumbers) -> np.ndarray | None:
+    """Float32 [T], 0 where nothing is trained: what is taken off the rewards, before its factor; None where nothing is."""
+    if not settings.kl_in_reward or not batch.targets.any():
+        return None
+    steps = Steps(batch)
+    return steps.gather(_kl(settings, steps, before))
+
+
+class SampleAdvantages(NamedTuple):
+    advantages: np.ndarray  # float32 [n]
+    flat: np.ndarray  # bool [n], of a group without variance, where groups are compared
+
+
+def sample_advantages(
+    settings: PolicySettings, batch: TrainBatch, scored: np.ndarray, kl: np.ndarray | None = None
+) -> SampleAdvantages:
+    """Rewards less the punishment of long answers, as they are or compared within their groups.
+
+    Of the samples at the indices `scored` the tokens' `kl` is known, laid end to end; where groups are compared, its sum over
+    an answer lowers the reward.
+    """
+    rewards = batch.reward.astype(np.float64)
+    if settings.preset.overlong_buffer is not None and settings.advantage != "given":
+        limits = settings.max_response_length, settings.preset.overlong_buffer
+        rewards += np.asarray(overlong_punishment(jnp.asarray(last_turns(batch)), *limits))
     if not settings.compares_groups:
-        return batch.reward.astype(np.float32)
-    rewards = np.concatenate([batch.reward, batch.peer_reward])
+        return SampleAdvantages(rewards.astype(np.float32), np.zeros(batch.num_samples, bool))
+    if kl is not None:
+        rewards[scored] -= settings.beta * _sums(kl, batch.lengths[scored])
+    rewards = np.concatenate([rewards, batch.peer_reward])
     groups = np.concatenate([batch.group, batch.peer_group])
-    return ADVANTAGES[settings.preset.advantage](rewards, groups)[: batch.num_samples]
+    own = slice(batch.num_samples)
+    return SampleAdvantages(
+        ADVANTAGES[settings.preset.advantage](rewards, groups)[own], group_stats(rewards, groups).flat[own]
+    )
+
+
+def last_turns(batch: TrainBatch) -> np.ndarray:
+    """int32 [n]: trained tokens of each sample's last turn, which is what the length limit is for."""
+    found = np.zeros(batch.num_samples, np.int32)
+    for i, (start, end) in enumerate(pairwise(batch.starts.tolist())):
+        trained = np.flatnonzero(batch.mask[start:end])
+        apart = np.flatnonzero(np.diff(trained) > 1)
+        found[i] = len(trained) - (apart[-1] + 1 if len(apart) else 0)
+    return found
 
 
 def token_advantages(
@@ -56,24 +97,29 @@ def token_advantages(
     per_sample: np.ndarray,
     kept: np.ndarray,
     before: PolicyNumbers,
+    kl: np.ndarray | None = None,
 ) -> TokenAdvantages:
-    """From `sample_advantages`. `kept` uint8 [T]: the tokens of `batch.targets` that enter the loss; the others are time steps too."""
+    """From `sample_advantages` and `kl_of_reward`. `kept` uint8 [T]: the tokens of `batch.targets` that enter the loss; the others are time steps too."""
     if not settings.makes_advantages:
         return TokenAdvantages(np.repeat(per_sample, batch.lengths).astype(np.float32))
     steps = Steps(batch)
     mask, reward, inside = steps.mask, steps.per_row(per_sample), steps.spread(kept)
-    found = returns = kl = None
+    found = returns = None
     if settings.preset.advantage in FROM_REWARD:
         rewards = at_last_action(reward, mask)
-        if settings.kl_in_reward:
-            kl = _kl(settings, steps, before)
-            rewards = rewards - settings.beta * kl
+        if kl is not None:
+            rewards = rewards - settings.beta * steps.spread(kl)
         found, returns = _estimated(settings, steps, rewards, before)
     else:
         found = masked(jnp.broadcast_to(reward[:, None], mask.shape), mask)
     if settings.preset.whiten and int(np.asarray(kept)[steps.places].sum()) > 1:
         found = masked_normalize(found, inside)
-    return TokenAdvantages(*(None if x is None else steps.gather(x) for x in (found, returns, kl)))  # type: ignore[arg-type]
+    return TokenAdvantages(*(None if x is None else steps.gather(x) for x in (found, returns)))  # type: ignore[arg-type]
+
+
+def _sums(flat: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Float64 [n], of each sample's part of [T]."""
+    return np.bincount(np.repeat(np.arange(len(lengths)), lengths), flat, minlength=len(lengths))
 
 
 def _kl(settings: PolicySettings, steps: Steps, before: PolicyNumbers) -> jax.Array:

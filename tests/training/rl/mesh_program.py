@@ -9,7 +9,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -25,6 +25,7 @@ from upweight.models.decoder import random_params
 from upweight.training import Placement, SFTTrainer, load_state, newest_state, save_state
 from upweight.training.rl.devices import on_host
 
+B1 = 0.9
 CONFIG = DecoderConfig(
     model_type="llama",
     vocab_size=32,
@@ -48,7 +49,7 @@ def made(kind: str) -> trainers.Case:
         trainer, batch = SFTTrainer(model := HeadPolicy(), small.optimizer(model)), small.answers()
     else:
         trainer, batch = test_sharing.made(kind, CONFIG, random_params(CONFIG, jax.random.key(0), scale=0.4))
-    trainer.optimizer = nnx.Optimizer(trainer.model, optax.adam(0.01, eps=1e-3), wrt=nnx.Param)
+    trainer.optimizer = nnx.Optimizer(trainer.model, optax.adam(0.01, b1=B1, eps=1e-3), wrt=nnx.Param)
     return trainers.Case(trainer, batch)
 
 
@@ -59,23 +60,40 @@ def placements() -> Iterator[Placement]:
     yield Placement(jax.make_mesh((2, len(devices) // 2), ("data", "model")), parameters="model")
 
 
-def numbers(case: trainers.Case, steps: int = 2) -> tuple[list[dict[str, float]], list[np.ndarray]]:
-    """Metrics of steps, and the parameters after them."""
-    metrics = [case.trainer.train_step(case.batch)[1] for _ in range(steps)]
+class Numbers(NamedTuple):
+    metrics: list[dict[str, float]]  # of each step
+    gradients: list[np.ndarray]  # of the first step, array by array
+    params: list[np.ndarray]  # after all of them
+
+
+def numbers(case: trainers.Case, steps: int = 2) -> Numbers:
+    """Adam's first moment, which starts at 0, is (1 − b1)·gradient after a step: it hides no scale, as a step of Adam does."""
+    metrics, gradients = [], []
+    for _ in range(steps):
+        metrics.append(case.trainer.train_step(case.batch)[1])
+        gradients = gradients or [
+            on_host(x) / (1 - B1) for x in jax.tree.leaves(case.trainer.optimizer.opt_state[0].mu)
+        ]
     leaves = jax.tree.leaves(nnx.state(case.trainer.model, nnx.Param))
-    return [{name: float(x) for name, x in each.items()} for each in metrics], [on_host(x) for x in leaves]
+    return Numbers(
+        [{name: float(x) for name, x in each.items()} for each in metrics], gradients, [on_host(x) for x in leaves]
+    )
 
 
-def assert_near(got: Any, expected: Any) -> None:
-    for one, other in zip(got[0], expected[0], strict=True):
+def assert_near(got: Numbers, expected: Numbers) -> None:
+    for one, other in zip(got.metrics, expected.metrics, strict=True):
         assert one.keys() == other.keys()
         for name, value in other.items():
             assert abs(one[name] - value) <= 1e-5 * max(1.0, abs(value)), (name, one[name], value)
-    trainers.assert_same(got[1], expected[1], rtol=1e-4, atol=1e-5)
+    for one, other in zip(got.gradients, expected.gradients, strict=True):
+        size = np.linalg.norm(other)
+        assert size > 0
+        assert np.linalg.norm(one - other) <= 2e-5 * size, (other.shape, np.linalg.norm(one - other) / size)
+    trainers.assert_same(got.params, expected.params, rtol=1e-4, atol=1e-5)
 
 
 def on_devices(kinds: list[str]) -> None:
-    """Loss, metrics (gradient norm among them) and parameters as on one device; each device holds its part of a split array."""
+    """Loss, metrics, each array of the gradient and of the parameters as on one device; each device holds its part of a split array."""
     assert jax.device_count() == 8
     compilations = Compilations()
     jax.monitoring.register_event_duration_secs_listener(compilations)
@@ -104,7 +122,7 @@ def assert_resumed(case: trainers.Case, fresh: Any) -> None:
     for one, two in zip(*(jax.tree.leaves(nnx.state(c.trainer.model)) for c in (case, other)), strict=True):
         assert two.sharding.is_equivalent_to(one.sharding, one.ndim)
         np.testing.assert_array_equal(one, two)
-    assert numbers(case, 1)[0] == numbers(other, 1)[0]
+    assert numbers(case, 1).metrics == numbers(other, 1).metrics
 
 
 # Joining comes before anything else that uses a device, as importing the tests does.
@@ -125,14 +143,15 @@ def in_processes(folder: str, kind: str) -> None:
     case, again = made(kind), made(kind)
     for each in (case, again):
         each.trainer.place(placement)
-    metrics, params = numbers(case)
+    found = numbers(case)
     answer = Path(folder) / f"answer-{jax.process_index()}.json"
-    answer.write_text(json.dumps([metrics, [x.tolist() for x in params]]))
+    arrays = [[x.tolist() for x in several] for several in (found.gradients, found.params)]
+    answer.write_text(json.dumps([found.metrics, *arrays]))
     save_state(folder, case.trainer, cursor={"read": 16})
     path = newest_state(folder)
     assert path is not None
     assert load_state(path, again.trainer) == {"read": 16}
-    assert numbers(again, 1)[0] == numbers(case, 1)[0]
+    assert numbers(again, 1).metrics == numbers(case, 1).metrics
 
 
 if __name__ == "__main__":

@@ -263,6 +263,20 @@ def test_grpo(name: str) -> None:
     assert (metrics["kl_penalty"] == 0.0) == (config.beta == 0)
 
 
+def test_grpo_at_a_temperature_of_each_row() -> None:
+    """Log-probs, entropy and exact KL are those of the logits divided by it, of the policy and of the reference."""
+    config, advantages = CASES["mirrored"]
+    trainer, old, ref = grpo(config)
+    heat, plain = np.array([1.0, 2.0, 0.5, 1.5]), small.logits_of
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(small, "logits_of", lambda p, ids: plain(p, ids) / heat[:, None, None])
+        check_step(
+            trainer,
+            grouped(old_log_probs=old, temperature=heat.astype(np.float32)),
+            lambda p: grpo_loss(p, config, old, advantages[:, None] * MASK, p, ref),
+        )
+
+
 @pytest.mark.parametrize("name", ["reinforce_pp", "reinforce_pp_baseline"])
 def test_grpo_token_returns_are_whitened_over_the_batch(name: str) -> None:
     config = GRPOConfig.preset(name, num_generations=2)
@@ -302,19 +316,22 @@ DPO_CASES = {
 
 
 def pairs(**chosen: Any) -> PreferenceBatch[GeneratedSequenceBatch]:
-    """Rejected answers are one token shorter in their arrays."""
+    """Rejected answers are one token shorter in their arrays, and stand elsewhere."""
     make = GeneratedSequenceBatch.from_sequences
     return PreferenceBatch(
         make(tokens(), response_mask=small.RESPONSE, **chosen),
-        make(tokens(seed=3)[:, :6], response_mask=small.RESPONSE[:, :6], **{k: v[:, :5] for k, v in chosen.items()}),
+        make(tokens(seed=3)[:, :6], response_mask=REJECTED, **{k: v[:, :5] for k, v in chosen.items()}),
     )
+
+
+REJECTED = small.RESPONSE[::-1, :6]
 
 
 def dpo_loss(p: Arrays, ref: Arrays, config: DPOConfig) -> float:
     is_mean = config.length_normalized or config.loss_type in ("ipo", "simpo")
 
     def score(p: Arrays, ids: np.ndarray) -> np.ndarray:
-        mask = MASK[:, : ids.shape[1] - 1]
+        mask = MASK if ids is chosen else REJECTED[:, 1:]
         total = (small.log_probs_of(small.logits_of(p, ids), ids) * mask).sum(1)
         return total / mask.sum(1) if is_mean else total
 
@@ -353,7 +370,7 @@ def test_c08_dpo_takes_the_reference_scores_that_batches_bring() -> None:
     make = GeneratedSequenceBatch.from_sequences
     batch = PreferenceBatch(
         make(chosen, response_mask=small.RESPONSE, reference_log_probs=own[0]),
-        make(rejected, response_mask=small.RESPONSE[:, :6], reference_log_probs=own[1]),
+        make(rejected, response_mask=REJECTED, reference_log_probs=own[1]),
     )
     config = DPOConfig(beta=0.7, precomputed_reference=True)
     trainer = DPOTrainer(model := Policy(), None, optimizer(model, 1.0), config)

@@ -65,6 +65,68 @@ def test_decoupled_ppo_clips_around_the_policy_before_the_update() -> None:
     assert float(band.eval_step(grouped(old_log_probs=OLD))[0]) == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.parametrize("size", [None, 2])
+def test_decoupled_ppo_clips_in_later_updates(size: int | None) -> None:
+    """The centre is the policy before the first update, for all of them; against plain gradient descent in float64."""
+    rate, model = 2.0, Policy()
+    start = small.arrays(model)
+
+    def log_probs(p: small.Arrays) -> np.ndarray:
+        return small.log_probs_of(small.logits_of(p, small.tokens()), small.tokens())
+
+    old, now, updates = log_probs(start), start, []
+    weight = np.exp(old - OLD)
+    for rows in 2 * ([slice(0, 4)] if size is None else [slice(0, 2), slice(2, 4)]):
+        part = np.zeros((4, 1))
+        part[rows] = 1
+
+        def loss(p: small.Arrays, part: np.ndarray = part) -> float:
+            return clipped(np.exp(log_probs(p) - old), MASK * part, weight)
+
+        ratio, kept = np.exp(log_probs(now) - old), (MASK * part) > 0
+        outside = ((ratio < 0.8)[kept].mean(), (ratio > 1.2)[kept].mean())
+        updates.append((loss(now), ratio[kept].mean(), ratio[kept].max(), *outside))
+        slopes = small.slopes(loss, now)
+        now = {name: x - rate * slopes[name] for name, x in now.items()}
+    config = GRPOConfig(num_generations=2, proximal="recomputed", **PLAIN)
+    trainer = GRPOTrainer(model, small.optimizer(model, rate), config)
+    got, metrics = trainer.update(grouped(old_log_probs=OLD), epochs=2, minibatch_size=size)
+    losses, mean, top, low, high = np.array(updates).T
+    assert top.max() > 1.2
+    assert low.max() > 0
+    assert float(got) == pytest.approx(losses.mean(), rel=1e-4)
+    found = [float(metrics[name]) for name in ("ratio_mean", "ratio_max", "clip_fraction_low", "clip_fraction_high")]
+    assert found == pytest.approx([mean.mean(), top.max(), low.mean(), high.mean()], rel=1e-4)
+    after = small.arrays(model)
+    for name, want in now.items():
+        np.testing.assert_allclose(after[name], want, rtol=1e-3, atol=1e-4, err_msg=name)
+    with pytest.raises(ValueError, match="minibatch_size is 3; it must be a multiple of group_size 2"):
+        trainer.update(grouped(old_log_probs=OLD), minibatch_size=3)
+
+
+def test_flat_groups_leave_numerator_and_denominator() -> None:
+    """Rows of the first group have equal rewards; the means, that of the entropy among them, are over the other's tokens."""
+    rewards = np.array([0.7, 0.7, 0.5, 2.0], np.float32)
+    batch = grouped(old_log_probs=OLD, rewards=rewards)
+    trainer = trainers.grpo(**PLAIN | {"entropy_coeff": 0.3}, filter_flat_groups=True).trainer
+    alone = trainers.grpo(**PLAIN | {"entropy_coeff": 0.3}).trainer
+    loss, metrics = trainer.eval_step(batch)
+    second = jax.tree.map(lambda x: x[2:], batch.rollout)
+    expected, of_second = alone.eval_step(replace(batch, rollout=second))
+    assert float(loss) == pytest.approx(float(expected), rel=1e-5)
+    assert float(metrics["entropy"]) == pytest.approx(float(of_second["entropy"]), rel=1e-5)
+    assert float(metrics["num_tokens"]) == MASK[2:].sum()
+    assert float(metrics["zero_variance_groups"]) == 1
+    assert float(alone.eval_step(batch)[1]["num_tokens"]) == MASK.sum()
+    before = small.params(trainer.model)
+    metrics, after = step_of(
+        trainers.Case(trainer, batch), grouped(old_log_probs=OLD, rewards=np.full(4, 0.7, np.float32))
+    )
+    assert metrics["update_skipped"] == 1
+    assert_same(before, after, 0, 0)
+    assert GRPOConfig.preset("dapo").filter_flat_groups
+
+
 def test_overlong_answers() -> None:
     """Answers have 4, 2, 3 and 4 tokens."""
     lp = own_log_probs(Policy())

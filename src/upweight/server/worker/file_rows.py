@@ -80,9 +80,14 @@ def row_trainer(
 ) -> RowTrainer:
     optimizer = optimizer_settings(settings)
     if kind == "supervised":
-        share = bool(settings["packing"])
         return SupervisedTrainer(
-            model.config, model.params, optimizer, rows, microbatch_tokens=microbatch_tokens, share_rows=share
+            model.config,
+            model.params,
+            optimizer,
+            rows,
+            microbatch_tokens=microbatch_tokens,
+            share_rows=bool(settings["packing"]),
+            lora_dropout=settings["lora_dropout"],
         )
     preference = PreferenceSettings(
         loss_type=settings["loss_type"],

@@ -78,6 +78,7 @@ class GRPOConfig:
     proximal: str = "batch"  # where the clip is centred: at old_log_probs | recomputed: at the policy before the update
     kl_in_reward: bool = False  # rewards are lowered by kl_coeff·(log π_old − log π_ref)
     kl_coeff: float = 0.0
+    filter_flat_groups: bool = False  # a group of equal rewards leaves numerator and denominator of every mean
     overlong: str = "none"  # none | mask: answers of overlong_length tokens are not trained | soft: punished (DAPO)
     overlong_length: int | None = None
     overlong_buffer: int = 0  # soft: the punishment grows from 0 to 1 over the last so many tokens
@@ -109,7 +110,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "grpo": {"loss_aggregation": "seq_mean_token_mean", "beta": 0.04, "kl_estimator": "k3"},
     "bnpo": {},
     "dr_grpo": {"scale_rewards": "none", "loss_aggregation": "seq_mean_token_sum_norm"},
-    "dapo": {"clip_param_high": 0.28},
+    "dapo": {"clip_param_high": 0.28, "filter_flat_groups": True},
     "gspo": {
         "ratio_level": "sequence",
         "loss_aggregation": "seq_mean_token_mean",

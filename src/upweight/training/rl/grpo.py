@@ -13,7 +13,7 @@ from upweight.ops.corrections import importance_weight
 from upweight.ops.policy_loss import KL_ESTIMATORS, LOSSES, Limits, sequence_ratio
 from upweight.training.rl.adapters import SequencePolicyAdapter
 from upweight.training.rl.checks import Array, as_array, check_positive
-from upweight.training.rl.compiled import Metrics
+from upweight.training.rl.compiled import Metrics, call
 from upweight.training.rl.configs import GRPOConfig
 from upweight.training.rl.grpo_advantages import group_advantages, normalized_rewards, trained_mask
 from upweight.training.rl.inputs import UNWHITENED, Inputs, Totals, token_mean
@@ -29,6 +29,7 @@ from upweight.training.rl.rollouts import GroupRolloutBatch, SequenceRolloutBatc
 from upweight.training.rl.scoring import Places, score_actions
 from upweight.training.rl.trainer import config_of
 
+RELATIVE = ("group", "rloo", "reinforce_pp_baseline")  # advantages that compare the rewards of a group
 LOSS_OF_LEVEL = {"token": "clip", "sequence": "clip_sequence", "sequence_sum": "clip_sequence_term"}
 
 
@@ -69,6 +70,24 @@ class GRPOTrainer(RolloutTrainer[GRPOConfig]):
         check_whole_groups(rewards.shape[0], group_size)
         return normalized_rewards(rewards, group_size, self.config.std_ddof, eps)
 
+    def update(
+        self, batch: Any, *, epochs: int = 1, minibatch_size: int | None = None, seed: int | None = None
+    ) -> tuple[jax.Array, Metrics]:
+        """Several updates from one batch: `epochs` passes over minibatches of so many rows, whole groups (None = all rows at once).
+
+        Advantages, and with `proximal="recomputed"` the centre of the clip, are those before the first update. Groups are taken
+        in order, or with a `seed` shuffled anew in every pass. Minibatches without a trained token make no update. Returns the
+        mean loss and metrics of the updates; `update_skipped` is the share that was skipped.
+        """
+        return self._passes(batch, epochs, minibatch_size, seed, unit=getattr(batch, "group_size", 1))
+
+    def _fixed(self, inputs: Inputs) -> Inputs:
+        """With the centre of the clip, which one update alone has in its own log-probs."""
+        if self.config.proximal != "recomputed" or "old" in inputs.arrays:
+            return inputs
+        old = jnp.asarray(call(self.policy_adapter, "action_log_probs", inputs.batch), jnp.float32)
+        return inputs._replace(arrays={**inputs.arrays, "old": old})
+
     def _checked(self, batch: Any) -> Any:
         if not isinstance(batch, GroupRolloutBatch) or not isinstance(batch.rollout, SequenceRolloutBatch):
             raise BatchTypeError(
@@ -89,7 +108,7 @@ class GRPOTrainer(RolloutTrainer[GRPOConfig]):
         config, rollout, size = self.config, batch.rollout, batch.group_size
         if rollout.token_rewards is not None:
             self._warn_once("token_rewards", "the batch's token_rewards are not used: GRPO takes one reward a sequence")
-        relative = config.advantage in ("group", "rloo", "reinforce_pp_baseline") and rollout.advantages is None
+        relative = config.advantage in RELATIVE and rollout.advantages is None
         if size == 1 and relative:
             self._warn_once("group_size", "group_size is 1: a group of one has advantage 0 and teaches nothing")
         elif size != config.num_generations and relative:
@@ -116,6 +135,8 @@ class GRPOTrainer(RolloutTrainer[GRPOConfig]):
                 self._warn_once("is_mask", f"is_mask has no effect: the batch has no {missing}")
         if config.kl_coeff > 0 and not config.kl_in_reward:
             self._warn_once("kl_coeff", "kl_coeff has no effect without kl_in_reward; beta is for the KL in the loss")
+        if config.filter_flat_groups and (config.advantage not in RELATIVE or rollout.advantages is not None):
+            self._warn_once("filter", "filter_flat_groups has no effect: no advantages of groups are computed")
         if config.policy_loss != "clip":
             if config.dual_clip is not None:
                 self._warn_once("dual_clip", f"dual_clip has no effect: policy_loss {config.policy_loss!r} has none")
@@ -135,7 +156,8 @@ class GRPOTrainer(RolloutTrainer[GRPOConfig]):
                 old = jax.lax.stop_gradient(jnp.asarray(policy.action_log_probs(rollout), jnp.float32))
         kept = trained_mask(config, rollout, mask, old, sampler)
         ref = self._reference_in_batch(reference, rollout)
-        advantages, extra = group_advantages(config, batch, mask, kept, old if old is not None else sampler, ref)
+        drawn = old if old is not None else sampler
+        advantages, kept, extra = group_advantages(config, batch, mask, kept, drawn, ref)
         is_white = config.advantage in ("reinforce_pp", "reinforce_pp_baseline") and rollout.advantages is None
         arrays = {
             UNWHITENED if is_white else "advantages": advantages,

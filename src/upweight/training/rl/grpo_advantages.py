@@ -49,12 +49,15 @@ def group_advantages(
     kept: jax.Array,
     old: jax.Array | None,
     reference: jax.Array | None,
-) -> tuple[jax.Array, Metrics]:
-    """float32 (B,A) before any whitening over the batch, and the metrics of the whole batch. `mask` is that of the rollout, `kept` what of it is trained."""
+) -> tuple[jax.Array, jax.Array, Metrics]:
+    """float32 (B,A) before any whitening over the batch; what of `kept` stays to be trained; and the metrics of the whole batch.
+
+    `mask` is that of the rollout, `kept` what of it is trained; with `filter_flat_groups` those groups leave it.
+    """
     rollout = batch.rollout
     if rollout.advantages is not None:
         advantages = masked(rollout.advantages.astype(jnp.float32), mask)
-        return advantages, _spread(advantages, mask)
+        return advantages, kept, _spread(advantages, mask)
     valid = jnp.ones(rollout.batch_size) if rollout.valid is None else (rollout.valid != 0).astype(jnp.float32)
     rewards = masked(rollout.sequence_rewards.astype(jnp.float32), valid)
     if config.overlong == "soft":
@@ -67,13 +70,15 @@ def group_advantages(
         kl = config.kl_coeff * estimator(old, reference, mask)
     if config.advantage in ("reinforce_pp", "returns"):
         per_token = discounted_returns(at_last_action(rewards, mask) - kl, mask, 1.0)
-        return per_token, _spread(per_token, kept)
+        return per_token, kept, _spread(per_token, kept)
     rewards = rewards - jnp.sum(kl, axis=1)
     name, batch_std = _formula(config)
     found = grouped_advantages(name, rewards, valid, batch.group_size, ddof=config.std_ddof, batch_std=batch_std)
     metrics = {"zero_variance_groups": jnp.sum(found.flat).astype(jnp.float32)}
     advantages = found.advantages[:, None] * mask
-    return advantages, metrics | _spread(found.advantages, valid)
+    if config.filter_flat_groups:
+        kept = jnp.where(jnp.repeat(found.flat, batch.group_size)[:, None], 0.0, kept)
+    return advantages, kept, metrics | _spread(found.advantages, valid)
 
 
 def _formula(config: GRPOConfig) -> tuple[str, bool]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from upweight.errors import BatchError, BatchTypeError
@@ -14,13 +15,14 @@ from upweight.ops.masked_stats import masked
 from upweight.ops.policy_loss import log_ratio
 from upweight.ops.returns import at_last_action
 from upweight.training.rl.adapters import SequencePolicyAdapter
-from upweight.training.rl.checks import check_any_rows
-from upweight.training.rl.compiled import Metrics
+from upweight.training.rl.checks import check_any_rows, check_positive
+from upweight.training.rl.compiled import Metrics, join
+from upweight.training.rl.devices import on_host
 from upweight.training.rl.inputs import Inputs, Totals, aggregate, token_mean
 from upweight.training.rl.padding import pad_rollout
 from upweight.training.rl.rollouts import GroupRolloutBatch, SequenceRolloutBatch, check_whole_groups
 from upweight.training.rl.scoring import ActionScores, Places
-from upweight.training.rl.trainer import Config, SequenceTrainer
+from upweight.training.rl.trainer import Config, SequenceTrainer, applying
 
 
 class RolloutTrainer(SequenceTrainer[Config]):
@@ -37,6 +39,39 @@ class RolloutTrainer(SequenceTrainer[Config]):
     ) -> None:
         self.policy_adapter = SequencePolicyAdapter(model) if policy_adapter is None else policy_adapter
         super().__init__(model, optimizer, config, {"policy": self.policy_adapter, **(others or {})}, reference)
+
+    def _passes(
+        self, batch: Any, epochs: int, minibatch_size: int | None, seed: int | None, unit: int = 1
+    ) -> tuple[jax.Array, Metrics]:
+        """Several updates from one batch, cut between each `unit` of rows; mean loss and metrics of the updates."""
+        for name, value in (("epochs", epochs), ("minibatch_size", minibatch_size)):
+            if value is not None:
+                check_positive(name, value)
+        batch = self._checked(batch)
+        count = rollout_of(batch).batch_size
+        size = min(minibatch_size or count, count)
+        if size % unit:
+            raise BatchError(f"minibatch_size is {size}; it must be a multiple of group_size {unit}")
+        (inputs,), extra = self._prepared([batch])
+        inputs = self._fixed(inputs)
+        mask = on_host(inputs.mask)
+        random = None if seed is None else np.random.default_rng(seed)
+        found = []
+        for _ in range(epochs):
+            units = np.arange(count // unit) if random is None else random.permutation(count // unit)
+            order = (units[:, None] * unit + np.arange(unit)).reshape(-1)
+            parts = [order[i : i + size] for i in range(0, count, size)]
+            for part, piece in zip(parts, self._cut(inputs, mask, parts), strict=True):
+                totals = Totals.of(mask[part], np)
+                if totals.tokens > 0 or not mask.any():
+                    found.append(self._updated([piece], totals))
+        loss, metrics = join(found)
+        share = {name: x if name.endswith("_max") else x / len(found) for name, x in metrics.items()}
+        return loss / len(found), self._finished(applying(share, Totals.of(mask, np)) | extra)
+
+    def _fixed(self, inputs: Inputs) -> Inputs:
+        """With what several updates are measured against, where `_prepare` leaves it to the update."""
+        return inputs
 
     def _padded(self, batch: Any) -> Any:
         rollout, size = rollout_of(batch), getattr(batch, "group_size", 1)

@@ -15,10 +15,9 @@ from upweight.ops.policy_loss import KL_ESTIMATORS, LOSSES, Limits
 from upweight.ops.returns import gae
 from upweight.ops.value_loss import explained_variance, moments_of, squared_error
 from upweight.training.rl.adapters import SequenceValueHeadAdapter
-from upweight.training.rl.checks import Array, as_array, check_positive
-from upweight.training.rl.compiled import Metrics, join
+from upweight.training.rl.checks import Array, as_array
+from upweight.training.rl.compiled import Metrics
 from upweight.training.rl.configs import PPOConfig
-from upweight.training.rl.devices import on_host
 from upweight.training.rl.functions import (
     compute_clipped_surrogate_loss,
     compute_gae_advantages,
@@ -37,7 +36,7 @@ from upweight.training.rl.policy_gradient import (
     token_rewards,
 )
 from upweight.training.rl.scoring import Places, score_actions
-from upweight.training.rl.trainer import applying, config_of
+from upweight.training.rl.trainer import config_of
 
 # Means over the trained actions, from which the variances follow; they add up over parts of a batch.
 MOMENTS = ("_return", "_return_squared", "_error", "_error_squared")
@@ -102,26 +101,7 @@ class PPOTrainer(RolloutTrainer[PPOConfig]):
         anew in every pass. Minibatches without a trained token make no update. Returns the mean loss and metrics of the
         updates; `update_skipped` is the share that was skipped.
         """
-        for name, value in (("epochs", epochs), ("minibatch_size", minibatch_size)):
-            if value is not None:
-                check_positive(name, value)
-        batch = self._checked(rollout)
-        count = rollout_of(batch).batch_size
-        (inputs,), extra = self._prepared([batch])
-        mask = on_host(inputs.mask)
-        random = None if seed is None else np.random.default_rng(seed)
-        size = min(minibatch_size or count, count)
-        found = []
-        for _ in range(epochs):
-            order = np.arange(count) if random is None else random.permutation(count)
-            parts = [order[i : i + size] for i in range(0, count, size)]
-            for part, piece in zip(parts, self._cut(inputs, mask, parts), strict=True):
-                totals = Totals.of(mask[part], np)
-                if totals.tokens > 0 or not mask.any():
-                    found.append(self._updated([piece], totals))
-        loss, metrics = join(found)
-        share = {name: x if name.endswith("_max") else x / len(found) for name, x in metrics.items()}
-        return loss / len(found), self._finished(applying(share, Totals.of(mask, np)) | extra)
+        return self._passes(rollout, epochs, minibatch_size, seed)
 
     def _checked(self, batch: Any) -> Any:
         check_rollout(batch, "PPOTrainer")
