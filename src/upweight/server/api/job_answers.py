@@ -32,7 +32,7 @@ def job_answer(connection: Connection, job: Job) -> dict[str, Any]:
         "training_file": request.get("training_file", ""),
         "validation_file": request.get("validation_file"),
         **_method_answer(job),
-        "integrations": None,
+        "integrations": request.get("integrations") or None,
         "from_checkpoint": None,
         "organization_id": "",
         "result_files": [],

@@ -11,6 +11,7 @@ from upweight.errors import ModelError
 from upweight.server.api.context import Parts
 from upweight.server.file_methods import FILE_TYPES, FileMethod, parse_file_method
 from upweight.server.home import model_bytes
+from upweight.server.integrations import Integration, parse_integrations
 from upweight.server.methods import LARGEST, Reinforcement, parse_method
 from upweight.server.refusals import Refusal, invalid
 from upweight.server.store import models
@@ -19,7 +20,6 @@ KNOWN_FIELDS = frozenset(
     {"model", "training_file", "validation_file", "from_checkpoint", "hyperparameters", "method", "integrations"}
     | {"seed", "suffix", "tags", "extra_body", "ai_project_id"}
 )
-NOT_USED = ("integrations",)  # known, but without effect
 LONGEST_SUFFIX = 64
 GB = 1e9
 
@@ -29,11 +29,12 @@ class WantedJob:
     model: str
     method: Reinforcement | FileMethod
     kept: dict[str, Any]
+    integrations: list[Integration]
     warnings: list[str]
 
 
-def parse_request(request: dict[str, Any]) -> WantedJob:
-    """Raises Refusal 422 naming field, value and remedy."""
+def parse_request(request: dict[str, Any], *, local_tracking: bool = False) -> WantedJob:
+    """`local_tracking`: whether its trackers may write to this machine. Raises Refusal 422 naming field, value and remedy."""
     model = request.get("model")
     if not isinstance(model, str) or not model:
         raise invalid(("body", "model"), f"model = {model!r}: the name or folder of a model is needed", "missing")
@@ -55,8 +56,12 @@ def parse_request(request: dict[str, Any]) -> WantedJob:
     kept["training_file"] = kept["training_file"] or ""
     method_type = method.type if isinstance(method, FileMethod) else "reinforcement"
     kept["method_type"] = method_type
+    integrations = parse_integrations(request.get("integrations"), local_tracking=local_tracking)
+    kept["integrations"] = [one.answer for one in integrations]
     kept["unknown"] = {name: value for name, value in request.items() if name not in KNOWN_FIELDS}
-    return WantedJob(model=model, method=method, kept=kept, warnings=_warnings(request, method_type))
+    return WantedJob(
+        model=model, method=method, kept=kept, integrations=integrations, warnings=_warnings(request, method_type)
+    )
 
 
 def _method_of(request: dict[str, Any]) -> Reinforcement | FileMethod:
@@ -101,7 +106,7 @@ def _with_hyperparameters(request: dict[str, Any], method: dict[str, Any]) -> di
 
 def _warnings(request: dict[str, Any], method_type: str) -> list[str]:
     unknown = [f"unknown field {name!r} was ignored" for name in request if name not in KNOWN_FIELDS]
-    names = NOT_USED if method_type == "supervised" else ("hyperparameters", *NOT_USED)
+    names: tuple[str, ...] = () if method_type == "supervised" else ("hyperparameters",)
     names = ("validation_file", *names) if method_type == "reinforcement" else names
     unused = [f"field {name!r} has no effect on a {method_type} job" for name in names if request.get(name)]
     return unknown + unused

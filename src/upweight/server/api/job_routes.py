@@ -8,10 +8,10 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
+from upweight.server import integrations
 from upweight.server.api import openapi, training_files
 from upweight.server.api.context import (
     JobOf,
-    Parts,
     PartsOf,
     ProjectOf,
     answered_before,
@@ -23,7 +23,6 @@ from upweight.server.api.job_answers import job_answer
 from upweight.server.api.job_requests import parse_request, refuse_without_room, resolve_model
 from upweight.server.api.paging import DEFAULT_LIMIT, Limit
 from upweight.server.file_methods import FileMethod
-from upweight.server.refusals import Refusal
 from upweight.server.store import jobs
 
 router = APIRouter(prefix="/v1/fine_tuning/jobs")
@@ -34,7 +33,7 @@ async def create(request: Request, parts: PartsOf, project: ProjectOf) -> dict[s
     body = await read_body(request)
     if (first := await answered_before(request, project, body)) is not None:
         return first
-    wanted = parse_request(parse_json(body))
+    wanted = parse_request(parse_json(body), local_tracking=parts.settings.local_tracking)
     model_path, model_name = await resolve_model(parts, project, wanted.model)
     file, notes = None, list[str]()
     if isinstance(wanted.method, FileMethod):
@@ -44,8 +43,7 @@ async def create(request: Request, parts: PartsOf, project: ProjectOf) -> dict[s
         settings = wanted.method.model_dump(mode="json")
     await refuse_without_room(parts, model_path, settings)
     job_id = jobs.new_job_id()
-    if file is not None:
-        await asyncio.to_thread(training_files.keep, file, parts.home.job_folder(job_id))
+    folder = parts.home.job_folder(job_id)
 
     def effect(connection: Any) -> dict[str, Any]:
         job = jobs.create_job(
@@ -62,20 +60,19 @@ async def create(request: Request, parts: PartsOf, project: ProjectOf) -> dict[s
         return job_answer(connection, job)
 
     try:
+        if file is not None:
+            await asyncio.to_thread(training_files.keep, file, folder)
+        if wanted.integrations:
+            await asyncio.to_thread(integrations.keep, wanted.integrations, folder)
         answer, is_new = await write_once(request, project, body, effect)
-    except Refusal:
-        await _drop_copy(parts, file, job_id)
+    except Exception:
+        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
         raise
     if not is_new:
-        await _drop_copy(parts, file, job_id)
+        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
         return answer
     parts.supervisor.submit(answer["id"])
     return answer
-
-
-async def _drop_copy(parts: Parts, file: training_files.TrainingFile | None, job_id: str) -> None:
-    if file is not None:
-        await asyncio.to_thread(shutil.rmtree, parts.home.job_folder(job_id))
 
 
 @router.get("")

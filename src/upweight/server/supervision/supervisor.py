@@ -26,6 +26,7 @@ from upweight.server.store.models import PROMOTED
 from upweight.server.supervision import checkpoints
 from upweight.server.supervision.gate import Gate
 from upweight.server.supervision.runner import JobRunner, log_file, worker_spec
+from upweight.server.supervision.tracking import Tracking
 from upweight.server.supervision.worker_process import WorkerDied, WorkerProcess, start_worker
 from upweight.server.worker_protocol import WorkerMode
 
@@ -39,6 +40,7 @@ class Supervisor:
         self.database = database
         self.home = home
         self.settings = settings
+        self.tracking = Tracking(database, home, settings)
         self._queue: list[str] = []
         self._gates: dict[str, Gate] = {}
         self._runners: dict[str, JobRunner] = {}
@@ -51,7 +53,9 @@ class Supervisor:
 
     async def start(self) -> None:
         """Queue what was not over when the server stopped."""
-        for job in await self.database.read(jobs.unfinished_jobs):
+        unfinished = await self.database.read(jobs.unfinished_jobs)
+        self.tracking.start({job.id for job in unfinished})
+        for job in unfinished:
             if job.job_status == "paused":
                 continue
             if job.job_status != "queued":
@@ -67,7 +71,7 @@ class Supervisor:
         for task in tasks:
             task.cancel()
         idle = [worker.stop(self.settings.worker_stop_timeout) for worker in self._idle.values()]
-        await asyncio.gather(*tasks, *idle, return_exceptions=True)
+        await asyncio.gather(*tasks, *idle, self.tracking.stop(), return_exceptions=True)
 
     def submit(self, job_id: str) -> None:
         self._queue.append(job_id)
@@ -85,6 +89,7 @@ class Supervisor:
         await self.database.write(lambda c: jobs.add_event(c, job_id, "job cancelled by request"))
         self.gate(job_id).close(Refusal(409, f"job {job_id} is cancelled"))
         await self._take_out(job_id)
+        await self.tracking.forget(job_id)
         await self.database.write(lambda c: completions.forget(c, job_id))
         self._fill_places_soon()
 
@@ -185,6 +190,7 @@ class Supervisor:
         runner = JobRunner(job_id, self.database, self.home, self.settings)
         runner.gate = self.gate(job_id)
         self._runners[job_id] = runner
+        self.tracking.begin(job_id)
         task = asyncio.create_task(self._accompany(runner), name=f"job {job_id}")
         task.add_done_callback(_log_failure)
         self._tasks[job_id] = task
@@ -195,6 +201,7 @@ class Supervisor:
         finally:
             self._runners.pop(runner.job_id, None)
             self._tasks.pop(runner.job_id, None)
+            self.tracking.end(runner.job_id)
             if runner.worker is not None and not self._stopping:
                 self._idle[runner.job_id] = runner.worker
         await self._retire_if_large(runner.job_id)
