@@ -1,4 +1,4 @@
-"""The packages of W&B and MLflow told by a server with a real worker, and read back. They are extras, so this is soak:
+"""A real server with a real worker: W&B and MLflow told and read back, a start from a checkpoint. They are extras, so this is soak:
 
 uv run --extra local --extra wandb --extra mlflow --group tests pytest -n 0 -m soak tests/server/test_real_integrations.py
 """
@@ -73,7 +73,7 @@ class Place:
             httpx.request(method, self.server.url + path, headers=headers, timeout=30, **more).raise_for_status().json()
         )
 
-    def create(self, *integrations: Any, n_epochs: int) -> str:
+    def create(self, *integrations: Any, n_epochs: int, **more: Any) -> str:
         content = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
         file = self("POST", "/v1/files", files={"file": ("rows.jsonl", content)}, data={"purpose": "fine-tune"})
         settings = {"batch_size": 4, "n_epochs": n_epochs, "learning_rate": 1e-2}
@@ -82,6 +82,7 @@ class Place:
             "training_file": file["id"],
             "method": {"type": "supervised", "supervised": {"hyperparameters": settings}},
             "integrations": integrations,
+            **more,
         }
         return self("POST", "/v1/fine_tuning/jobs", json=body)["id"]
 
@@ -149,3 +150,16 @@ def test_trackers_that_cannot_be_reached_are_told_in_the_events(place: Place, mo
     found = [event for event in place.events(job) if event.startswith("integration mlflow: ")]
     assert 1 <= len(found) <= 2
     assert all(SECRET not in event and "\n" not in event for event in found)
+
+
+def test_a_job_starts_from_a_checkpoint_of_another(place: Place) -> None:
+    first = place.create(n_epochs=2)
+    prints = {v["version"]: v["fingerprint"] for v in place.until(first, _succeeded)["versions"]}
+    second = place.create(n_epochs=1, from_checkpoint={"type": "ft", "job_id": first, "step": 2})
+    versions = place.until(second, _succeeded)["versions"]
+    assert versions[0]["fingerprint"] == prints[2]
+    assert versions[1]["metrics"]["loss"] < 10.9  # of a random model
+
+
+def _succeeded(progress: Any) -> bool:
+    return progress["job_status"] == "succeeded"

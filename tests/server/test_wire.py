@@ -92,7 +92,6 @@ def test_the_method_may_lie_in_extra_body(shared: Running) -> None:
         ({}, "method", "method is missing"),
         ({"model": "nowhere", "method": method()}, "model", "not on this machine"),
         ({"model": 3, "method": method()}, "model", "name or folder"),
-        ({"method": method(), "from_checkpoint": {"type": "ft"}}, "from_checkpoint", "not offered"),
     ],
 )
 def test_refused_creations(shared: Running, body: dict[str, Any], loc: str, words: str) -> None:

@@ -33,7 +33,7 @@ def job_answer(connection: Connection, job: Job) -> dict[str, Any]:
         "validation_file": request.get("validation_file"),
         **_method_answer(job),
         "integrations": request.get("integrations") or None,
-        "from_checkpoint": None,
+        "from_checkpoint": request.get("from_checkpoint"),
         "organization_id": "",
         "result_files": [],
         "seed": job.settings["seed"],

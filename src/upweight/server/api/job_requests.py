@@ -9,6 +9,7 @@ from typing import Any
 
 from upweight.errors import ModelError
 from upweight.server.api.context import Parts
+from upweight.server.api.origins import check_shape
 from upweight.server.file_methods import FILE_TYPES, FileMethod, parse_file_method
 from upweight.server.home import model_bytes
 from upweight.server.integrations import Integration, parse_integrations
@@ -30,6 +31,7 @@ class WantedJob:
     method: Reinforcement | FileMethod
     kept: dict[str, Any]
     integrations: list[Integration]
+    from_checkpoint: dict[str, Any] | None
     warnings: list[str]
 
 
@@ -43,11 +45,7 @@ def parse_request(request: dict[str, Any], *, local_tracking: bool = False) -> W
             raise invalid(("body", field), f"{field} = {request[field]!r}: a text is needed")
     if len(request.get("suffix") or "") > LONGEST_SUFFIX:
         raise invalid(("body", "suffix"), f"suffix is longer than {LONGEST_SUFFIX} characters")
-    if request.get("from_checkpoint") is not None:
-        raise invalid(
-            ("body", "from_checkpoint"),
-            "from_checkpoint is not offered: promote the checkpoint and name the model that it becomes as `model`",
-        )
+    check_shape(request.get("from_checkpoint"))
     tags = request.get("tags")
     if tags is not None and not (isinstance(tags, list) and all(isinstance(tag, str) for tag in tags)):
         raise invalid(("body", "tags"), "tags must be a list of texts")
@@ -60,7 +58,12 @@ def parse_request(request: dict[str, Any], *, local_tracking: bool = False) -> W
     kept["integrations"] = [one.answer for one in integrations]
     kept["unknown"] = {name: value for name, value in request.items() if name not in KNOWN_FIELDS}
     return WantedJob(
-        model=model, method=method, kept=kept, integrations=integrations, warnings=_warnings(request, method_type)
+        model=model,
+        method=method,
+        kept=kept,
+        integrations=integrations,
+        from_checkpoint=request.get("from_checkpoint"),
+        warnings=_warnings(request, method_type),
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 
 from upweight.server import integrations
-from upweight.server.api import openapi, training_files
+from upweight.server.api import openapi, origins, training_files
 from upweight.server.api.context import (
     JobOf,
     PartsOf,
@@ -34,7 +34,12 @@ async def create(request: Request, parts: PartsOf, project: ProjectOf) -> dict[s
     if (first := await answered_before(request, project, body)) is not None:
         return first
     wanted = parse_request(parse_json(body), local_tracking=parts.settings.local_tracking)
-    model_path, model_name = await resolve_model(parts, project, wanted.model)
+    origin = None
+    if (given := wanted.from_checkpoint) is not None:
+        origin = await parts.database.read(lambda c: origins.find(c, project, given, wanted.model))
+        model_path, model_name = origin.job.model_path, origin.job.request["model_name"]
+    else:
+        model_path, model_name = await resolve_model(parts, project, wanted.model)
     file, notes = None, list[str]()
     if isinstance(wanted.method, FileMethod):
         file = await training_files.take(parts, project, wanted.kept, wanted.method, model_path)
@@ -44,15 +49,19 @@ async def create(request: Request, parts: PartsOf, project: ProjectOf) -> dict[s
     await refuse_without_room(parts, model_path, settings)
     job_id = jobs.new_job_id()
     folder = parts.home.job_folder(job_id)
+    if origin is not None:
+        model_path = str(parts.home.start_model(job_id))
 
     def effect(connection: Any) -> dict[str, Any]:
+        if origin is not None and not origins.still_there(connection, origin):
+            raise origins.gone(origin)
         job = jobs.create_job(
             connection,
             job_id=job_id,
             project=project,
             model=wanted.model,
             model_path=model_path,
-            request={**wanted.kept, "model_name": model_name},
+            request={**wanted.kept, "model_name": model_name, **({"from_checkpoint": origin.kept} if origin else {})},
             settings=settings,
         )
         for warning in [*wanted.warnings, *notes]:
@@ -62,6 +71,8 @@ async def create(request: Request, parts: PartsOf, project: ProjectOf) -> dict[s
     try:
         if file is not None:
             await asyncio.to_thread(training_files.keep, file, folder)
+        if origin is not None:
+            await asyncio.to_thread(origins.keep, origin, parts.home.origin(job_id))
         if wanted.integrations:
             await asyncio.to_thread(integrations.keep, wanted.integrations, folder)
         answer, is_new = await write_once(request, project, body, effect)

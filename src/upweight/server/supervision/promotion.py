@@ -13,7 +13,7 @@ from upweight.server.home import Home
 from upweight.server.refusals import Refusal
 from upweight.server.settings import Settings
 from upweight.server.store.jobs import Job
-from upweight.server.supervision.runner import log_file, worker_spec
+from upweight.server.supervision.specs import log_file, worker_spec
 from upweight.server.supervision.worker_process import WorkerDied, WorkerRefused, start_worker
 from upweight.server.worker_protocol import ExportResult, WorkerMode
 
@@ -23,6 +23,7 @@ async def export_checkpoint(
 ) -> None:
     """Write the model at `checkpoint` to `folder`. Raises Refusal 503 when it cannot be loaded or written, 409 when it is another."""
     aside = folder.with_name(f".{folder.name}.partial")
+    await asyncio.to_thread(shutil.rmtree, aside, ignore_errors=True)  # of a server that was killed
     spec = worker_spec(job, home, WorkerMode.SERVE, checkpoint, settings)
     worker = await start_worker(settings.worker_command, spec, log_file(home, job.id), home.run)
     try:

@@ -25,7 +25,8 @@ from upweight.server.store.jobs import Job
 from upweight.server.store.models import PROMOTED
 from upweight.server.supervision import checkpoints
 from upweight.server.supervision.gate import Gate
-from upweight.server.supervision.runner import JobRunner, log_file, worker_spec
+from upweight.server.supervision.runner import JobRunner
+from upweight.server.supervision.specs import log_file, worker_spec
 from upweight.server.supervision.tracking import Tracking
 from upweight.server.supervision.worker_process import WorkerDied, WorkerProcess, start_worker
 from upweight.server.worker_protocol import WorkerMode
