@@ -96,7 +96,12 @@ class Place:
     def until(self, job: str, condition: Any, seconds: float = 120) -> Any:
         end = time.monotonic() + seconds
         while not condition(now := self.progress(job)):
-            assert time.monotonic() < end, (now["job_status"], now["reason"], self.events(job))
+            assert now["job_status"] != "failed", now["reason"]
+            assert time.monotonic() < end, (
+                now["job_status"],
+                now["reason"],
+                self.events(job),
+            )
             time.sleep(0.1)
         return now
 

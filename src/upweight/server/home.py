@@ -59,7 +59,7 @@ class Home:
         return self.jobs / job_id / "start"
 
     def origin(self, job_id: str) -> Path:
-        """That checkpoint, until the start model is made of it."""
+        """The folder that holds that checkpoint, until the start model is made of it."""
         return self.jobs / job_id / "origin"
 
     def file(self, file_id: str) -> Path:

@@ -75,10 +75,13 @@ def find(connection: Connection, project: str, given: dict[str, Any], model: str
 
 
 def keep(origin: Origin, folder: Path) -> None:
-    """The checkpoint as `folder`: the same bytes under second names where the disk can do that. Raises Refusal 422 when it is gone."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    """The checkpoint in `folder`, by its own name, which says that it is complete: the same bytes where the disk can link them.
+
+    Raises Refusal 422 when it is gone.
+    """
+    folder.mkdir(parents=True)
     try:
-        shutil.copytree(origin.checkpoint, folder, copy_function=_link)
+        shutil.copytree(origin.checkpoint, folder / Path(origin.checkpoint).name, copy_function=_link)
     except (shutil.Error, FileNotFoundError, NotADirectoryError) as error:
         shutil.rmtree(folder, ignore_errors=True)
         raise gone(origin) from error

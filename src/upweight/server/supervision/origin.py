@@ -20,10 +20,11 @@ from upweight.server.supervision.promotion import export_checkpoint
 async def make_start_model(job: Job, database: Database, home: Home, settings: Settings) -> None:
     """Does nothing when it is made. Raises Refusal as `export_checkpoint` does."""
     given = job.request["from_checkpoint"]
-    start, checkpoint = home.start_model(job.id), home.origin(job.id)
+    start, origin = home.start_model(job.id), home.origin(job.id)
     if not start.exists():
         first = await database.read(lambda c: jobs.get_job(c, given["job_id"]))
         row = await database.read(lambda c: versions.get_version(c, given["job_id"], given["step"]))
         assert row is not None, "versions are never removed"
+        (checkpoint,) = origin.iterdir()
         await export_checkpoint(first, str(checkpoint), row.fingerprint, start, home, settings)
-    await asyncio.to_thread(shutil.rmtree, checkpoint, ignore_errors=True)
+    await asyncio.to_thread(shutil.rmtree, origin, ignore_errors=True)
