@@ -15,6 +15,7 @@ import contextlib
 import errno
 import logging
 import os
+import shutil
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
@@ -376,6 +377,8 @@ class JobRunner:
         recorded = await self.database.read(lambda c: versions.get_version(c, self.job_id, version))
         if recorded is None or recorded.checkpoint is None:
             await self._checkpoint(worker, job)
+        for half in weights.parent.glob(f".{weights.name}.*"):  # of a worker that was killed
+            await asyncio.to_thread(shutil.rmtree, half, ignore_errors=True)
         await worker.order("/export", ExportResult, json={"path": str(weights)})
 
     async def _fail(self, code: str, message: str) -> None:

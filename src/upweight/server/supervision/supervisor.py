@@ -50,6 +50,7 @@ class Supervisor:
         self._loading: dict[str, asyncio.Task[None]] = {}  # workers being started to serve a job that is over
         self._chores: set[asyncio.Task[None]] = set()
         self._places = asyncio.Lock()
+        self._turns: dict[str, asyncio.Lock] = {}  # one order of a person to a job at a time
         self._stopping = False
 
     async def start(self) -> None:
@@ -84,6 +85,11 @@ class Supervisor:
 
     async def cancel(self, job_id: str) -> None:
         """Bring a job to its end as cancelled; does nothing if it is over."""
+        async with self._turn(job_id):
+            await self._cancel(job_id)
+        self._fill_places_soon()
+
+    async def _cancel(self, job_id: str) -> None:
         changed = await self.database.write(lambda c: jobs.set_state(c, job_id, "cancelled", "cancelled by request"))
         if not changed:
             return
@@ -92,18 +98,22 @@ class Supervisor:
         await self._take_out(job_id)
         await self.tracking.forget(job_id)
         await self.database.write(lambda c: completions.forget(c, job_id))
-        self._fill_places_soon()
 
     async def pause(self, job_id: str) -> None:
         """Stop the job's worker and give up its place. Does nothing if it is paused; raises Refusal 409 if it is over."""
-        await self._take_out(job_id)
-        await self.database.write(lambda c: jobs.pause(c, job_id))
+        async with self._turn(job_id):
+            await self._take_out(job_id)
+            await self.database.write(lambda c: jobs.pause(c, job_id))
         self._fill_places_soon()
 
     async def resume(self, job_id: str) -> None:
         """Queue a paused job again. Does nothing if it is not paused; raises Refusal 409 if it is over."""
-        if await self.database.write(lambda c: jobs.resume(c, job_id)):
-            self.submit(job_id)
+        async with self._turn(job_id):
+            if await self.database.write(lambda c: jobs.resume(c, job_id)):
+                self.submit(job_id)
+
+    def _turn(self, job_id: str) -> asyncio.Lock:
+        return self._turns.setdefault(job_id, asyncio.Lock())
 
     async def _take_out(self, job_id: str) -> None:
         """Out of the queue, or its worker stopped."""
@@ -150,7 +160,8 @@ class Supervisor:
                 if not await self._make_place():
                     await self._tell_the_waiting()
                     return
-                self._begin(self._queue.pop(0))
+                if self._queue:  # it may have been emptied while a place was made
+                    self._begin(self._queue.pop(0))
 
     async def _make_place(self) -> bool:
         """Whether a worker may be started; stops the serving worker that was used longest ago if it must."""
