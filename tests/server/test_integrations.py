@@ -14,6 +14,9 @@ from typing import Any
 import pytest
 from server_harness import Running, Start
 
+from upweight.errors import StoreError
+from upweight.server.store import jobs
+
 WANDB = """
 import json, os, pathlib, time
 PLACE = pathlib.Path(os.environ["FAKE_WANDB"])
@@ -160,6 +163,26 @@ def test_a_tracker_in_trouble_is_one_event_and_delays_nothing(
     assert 1 <= len(events) <= 2, server.events(job)  # while it ran, and at its end
     assert all("more" not in event and SECRET not in event for event in server.events(job))
     assert places_of_secret(server.home) == []
+
+
+def test_a_store_that_does_not_answer_for_a_while_costs_no_step(
+    start: Start, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("upweight.server.supervision.tracking.FIRST_PAUSE", 0.1)
+    read, broken = jobs.client_metrics_since, [True] * 3
+
+    def sometimes(*given: Any) -> Any:
+        if broken:
+            broken.pop()
+            raise StoreError("the store cannot be read")
+        return read(*given)
+
+    monkeypatch.setattr("upweight.server.store.jobs.client_metrics_since", sometimes)
+    server = start()
+    job = create(server, ASKED).json()["id"]
+    run_to_the_end(server, job, range(3))
+    server.wait_status(job, "succeeded")
+    until(lambda: steps(place) == [1, 2, 3] and not broken)
 
 
 def test_a_package_that_is_missing_is_told_once(start: Start, place: Path) -> None:

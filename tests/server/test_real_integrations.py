@@ -52,7 +52,8 @@ client = mlflow.MlflowClient(sys.argv[1])
 (run,) = client.search_runs([client.get_experiment_by_name("tests").experiment_id])
 rows = [[point.step, point.value] for point in client.get_metric_history(run.info.run_id, "loss")]
 tags = run.data.tags
-print(json.dumps([run.info.run_name, run.info.status, tags["kind"], tags["upweight.job"], rows]))
+about = [run.info.run_name, run.info.status, tags["kind"], tags["upweight.job"], run.data.params["method"]]
+print(json.dumps([*about, rows]))
 """
 
 
@@ -139,7 +140,7 @@ def test_both_trackers_have_every_step_once_after_kills_of_worker_and_server(pla
     losses = [[version["version"], version["metrics"]["loss"]] for version in done["versions"][1:]]
     assert len(losses) == 20
 
-    assert read(READ_MLFLOW, uri) == ["first", "FINISHED", "t", job, losses]
+    assert read(READ_MLFLOW, uri) == ["first", "FINISHED", "t", job, "supervised", losses]
     rows = read(READ_WANDB, place.home / "jobs" / job)
     assert [[int(row["version"]), row["loss"]] for row in rows if "loss" in row] == losses
     left = [file for file in place.home.rglob("*") if file.is_file() and SECRET.encode() in file.read_bytes()]

@@ -126,15 +126,20 @@ async def resolve_model(parts: Parts, project: str, model: str) -> tuple[str, st
     return str(Path(source.path).absolute()), getattr(source, "name", model)
 
 
-async def refuse_without_room(parts: Parts, model_path: str, settings: dict[str, Any]) -> None:
-    """Refuse (422) a job whose checkpoints and weights would not fit into the disk budget or the free space."""
+async def refuse_without_room(
+    parts: Parts, model_path: str, settings: dict[str, Any], *, with_start: bool = False
+) -> None:
+    """Refuse (422) a job whose checkpoints and weights would not fit into the disk budget or the free space.
+
+    `with_start`: it has a start model of its own besides.
+    """
     keep = settings["keep_checkpoints"]
     full, used = await asyncio.gather(
         asyncio.to_thread(model_bytes, Path(model_path)), asyncio.to_thread(parts.home.bytes_used)
     )
     # A checkpoint holds parameters and two optimizer moments; one more exists while the next is written; then the export.
     per_checkpoint = full if settings["lora"] else 3 * full
-    needed = per_checkpoint * (keep + 1) + full
+    needed = per_checkpoint * (keep + 1) + full * (1 + with_start)
     budget, free = parts.settings.disk_budget_gb * GB - used, parts.home.bytes_free()
     if needed > min(budget, free):
         which, left = ("free disk space", free) if free < budget else ("disk budget UPWEIGHT_DISK_BUDGET_GB", budget)

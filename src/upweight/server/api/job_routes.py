@@ -46,7 +46,7 @@ async def create(request: Request, parts: PartsOf, project: ProjectOf) -> dict[s
         settings, notes = file.settings, file.notes
     else:
         settings = wanted.method.model_dump(mode="json")
-    await refuse_without_room(parts, model_path, settings)
+    await refuse_without_room(parts, model_path, settings, with_start=origin is not None)
     job_id = jobs.new_job_id()
     folder = parts.home.job_folder(job_id)
     if origin is not None:

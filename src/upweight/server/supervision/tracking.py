@@ -20,7 +20,9 @@ from functools import partial
 from typing import Any
 
 from sqlalchemy import Connection
+from sqlalchemy.exc import OperationalError
 
+from upweight.errors import StoreError
 from upweight.server import integrations
 from upweight.server.home import Home
 from upweight.server.integrations import Integration
@@ -119,19 +121,28 @@ class Feed:
         """Never raises but when it is cancelled."""
         pause = FIRST_PAUSE
         while True:
-            last = self.ending.is_set()
             try:
-                return await self._tell_all()
-            except TrackerFailed as failed:
-                again = "" if failed.fatal or last else "; it is told again later"
-                await self._event(f"{self._name}: {failed}{again}", level="warn")
-                if failed.fatal or last:
-                    return None
+                if await self._try(last=self.ending.is_set()):
+                    return
+            except (StoreError, OperationalError) as error:  # it comes back
+                log.warning("job %s: %s waits for the store: %s", self.job_id, self._name, error)
+                await asyncio.sleep(FIRST_PAUSE)
             except Exception:  # an error of ours costs the charts, not the job
-                log.exception("job %s: telling %s failed", self.job_id, self.integration.kind)
-                return None
+                log.exception("job %s: %s is given up", self.job_id, self._name)
+                return
             await self._paused(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
+
+    async def _try(self, *, last: bool) -> bool:
+        """Whether there is nothing more to do."""
+        try:
+            await self._tell_all()
+            return True
+        except TrackerFailed as failed:
+            is_end = failed.fatal or last
+            again = "" if is_end else "; it is told again later"
+            await self._event(f"{self._name}: {failed}{again}", level="warn")
+            return is_end
 
     @property
     def _name(self) -> str:

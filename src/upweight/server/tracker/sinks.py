@@ -21,6 +21,7 @@ from upweight.training.callbacks.trackers import (
 
 JOB_TAG = "upweight.job"
 CERTIFICATE = "mlflow-certificate.pem"
+LONGEST_PARAM = 500  # characters
 DEFAULT_EXPERIMENT = "upweight"
 STEP = "version"  # the axis of the charts
 RUN_STATUS = {"succeeded": "FINISHED", "failed": "FAILED", "cancelled": "KILLED"}
@@ -107,11 +108,15 @@ class MlflowSink:
             tracking_uri=uri,
             name=str(given["run_name"] or begin["job_id"]),
             tags={**tags, JOB_TAG: begin["job_id"]},
-            run_id=self._run_of(experiment, begin["job_id"]),
+            run_id=(known := self._run_of(experiment, begin["job_id"])),
         )
         self._callback = MlflowLoggerCallback(config)
         self._callback.on_train_begin(None)
         self._run_id = self._callback.run.info.run_id
+        if known is None:
+            make = tracker_module("mlflow.entities", "mlflow").Param
+            params = [make(name, str(value)[:LONGEST_PARAM]) for name, value in begin["settings"].items()]
+            self._client.log_batch(self._run_id, params=params)
         # A process that was killed may have sent more than it could note.
         self._sent = {int(point.value) for point in self._client.get_metric_history(self._run_id, STEP)}
         self.note = f"run {self._run_id} of experiment {experiment} at {uri}"
