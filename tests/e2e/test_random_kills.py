@@ -160,7 +160,11 @@ def run_under_fire(site: Site, seed: int, kills: int, batches: int) -> None:
     assert job["job_status"] == "succeeded", (job["reason"], torture.told)
     assert torture.kills >= kills, torture.told
     stale = [v["metrics"]["staleness_max"] for v in job["versions"][1:] if "staleness_max" in v["metrics"]]
-    print(json.dumps({"struck": Counter(torture.told), "ledger": job["ledger"], "staleness_max": max(stale)}))
+    print(
+        json.dumps(
+            {"struck": Counter(torture.told), "batches": batches, "ledger": job["ledger"], "staleness_max": max(stale)}
+        )
+    )
     assert job["version"] == job["filled_batches"] == batches
     assert [v["version"] for v in job["versions"]] == list(range(batches + 1))
     assert torture.seen == sorted(torture.seen)
@@ -200,4 +204,4 @@ def test_five_random_kills(patient_site: Site) -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seed", range(3))
 def test_fifty_random_kills(patient_site: Site, seed: int) -> None:
-    run_under_fire(patient_site, seed=seed, kills=50, batches=200)
+    run_under_fire(patient_site, seed=seed, kills=50, batches=400)

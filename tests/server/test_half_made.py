@@ -155,3 +155,13 @@ def test_a_job_that_cannot_be_written_down_is_refused_whole(
     assert (refused.status_code, refused.json()["detail"]) == (507, reason)
     assert names(server.home / "jobs") == []
     assert server.http.get("/v1/fine_tuning/jobs").json()["data"] == []
+
+
+def test_remains_of_a_killed_worker_go_with_the_next_export(start: Start) -> None:
+    server, job = trained(start)
+    half = server.home / "jobs" / job / ".weights.1x2y"  # as a worker leaves it
+    half.mkdir()
+    for index in (1, 2):
+        server.fill(job, index)
+    server.wait_status(job, "succeeded")
+    assert not half.exists()
