@@ -11,9 +11,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
-from server_harness import Running, Start
+from server_harness import KEY, Running, Start
 
+from upweight.api_client import TokenFactory
+from upweight.api_client.models import fine_tuning
 from upweight.errors import StoreError
 from upweight.server.store import jobs
 
@@ -195,6 +198,27 @@ def test_a_package_that_is_missing_is_told_once(start: Start, place: Path) -> No
     until(lambda: text in server.events(job))
     until(lambda: places_of_secret(server.home) == [])
     assert [event for event in server.events(job) if "integration" in event] == [text]
+
+
+def test_both_clients_send_and_read_integrations(shared: Running) -> None:
+    url, method = str(shared.http.base_url).rstrip("/"), {"type": "reinforcement", "reinforcement": {"batch_size": 2}}
+    with TokenFactory(url, KEY) as ours:
+        wandb = fine_tuning.WandbIntegrationRequest(wandb={"project": "p", "tags": ["a"], "api_key": SECRET})
+        whole = mlflow(experiment_name=None, run_name=None, certificate_file="", username="u", password=SECRET)
+        job = ours.v1.fine_tuning.jobs.create(
+            model=shared.model, training_file="", integrations=[wandb, whole], extra_body={"method": method}
+        )
+        assert job.integrations is not None
+        assert [one.type for one in job.integrations] == ["wandb", "mlflow"]
+        assert SECRET not in repr(job)
+    with openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0) as theirs:
+        # That API has no key: the server's own login is meant.
+        asked: Any = {"model": shared.model, "training_file": "", "method": method}
+        made = theirs.fine_tuning.jobs.create(**asked, integrations=[{"type": "wandb", "wandb": {"project": "p"}}])
+        assert made.integrations is not None
+        assert made.integrations[0].wandb.project == "p"
+        for one in (job.id, made.id):
+            assert theirs.fine_tuning.jobs.cancel(one).status == "cancelled"
 
 
 def test_a_job_cancelled_in_the_queue_forgets_its_secret(shared: Running) -> None:
