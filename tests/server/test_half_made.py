@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import socket
@@ -89,6 +90,26 @@ def test_a_client_that_vanishes_in_a_download_leaves_no_copy(start: Start) -> No
     assert server.http.get("/healthz").status_code == 200
     client.close()
     until(lambda: names(server.home / "models") == [])
+
+
+def test_connections_without_a_whole_request_end_and_hold_no_other(start: Start) -> None:
+    server = start()
+    server.server.config.timeout_keep_alive = 2
+    url = urlsplit(str(server.http.base_url))
+    silent = [socket.create_connection((url.hostname, url.port), 10) for _ in range(50)]
+    dripping, whole = connected(server, "GET /healthz HTTP/1.1"), connected(server, "GET /healthz HTTP/1.1")
+    whole.sendall(b"\r\n")
+    assert b"200 OK" in whole.recv(1000)
+    began = time.monotonic()
+    with contextlib.suppress(OSError):  # it is closed meanwhile
+        while time.monotonic() < began + 6:
+            dripping.sendall(b"X")
+            time.sleep(0.1)
+    assert server.http.get("/healthz").status_code == 200
+    for one in [*silent, dripping, whole]:
+        with contextlib.suppress(ConnectionResetError):
+            assert one.recv(1000) == b""
+        one.close()
 
 
 def test_an_upload_that_is_cut_off_leaves_nothing(shared: Running) -> None:
