@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import time
+from collections.abc import Callable
 from statistics import fmean
 from typing import Any
 
@@ -19,7 +21,19 @@ class Numbers:
         return [self._random.randrange(1000) for _ in range(n_samples)]
 
 
-def roll_out_number(task: int, context: RolloutContext) -> SampleGroup:
+def even_share(answer: list[int]) -> float:
+    return fmean(1.0 - token % 2 for token in answer)
+
+
+def slow_even_share(answer: list[int]) -> float:
+    """Long enough to be killed in."""
+    time.sleep(0.02)
+    return even_share(answer)
+
+
+def roll_out_number(
+    task: int, context: RolloutContext, grade: Callable[[list[int]], float] = even_share
+) -> SampleGroup:
     samples, rewards = [], []
     for _ in range(context.config.num_samples_per_task):
         completion = context.openai_client.chat.completions.create(
@@ -28,7 +42,7 @@ def roll_out_number(task: int, context: RolloutContext) -> SampleGroup:
             extra_body={"return_token_ids": True, "logprobs": True},
         )
         token_ids, logprobs, mask = parse_completion(completion)
-        reward = fmean(1.0 - token % 2 for token, trained in zip(token_ids, mask, strict=True) if trained)
+        reward = grade([token for token, trained in zip(token_ids, mask, strict=True) if trained])
         rewards.append(reward)
         debug: dict[str, Any] = {"reward": reward, **version_info(completion)}
         samples.append(

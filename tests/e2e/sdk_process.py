@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 
-from tests.e2e.rollouts import Numbers, roll_out_number
+from tests.e2e.rollouts import Numbers, roll_out_number, slow_even_share
 from upweight.api_client import TokenFactory
 from upweight.rollout import RolloutConfig, RolloutRunner
+from upweight.rollout.graders import GraderPool
 
 
 def main() -> None:
@@ -24,8 +26,9 @@ def main() -> None:
         status_polling_interval=0.05,
         spool_dir=Path(spool),
     )
-    with TokenFactory(url, key) as client:
-        RolloutRunner(api_client=client, config=config, rollout_fn=roll_out_number, dataset=Numbers()).run()
+    with TokenFactory(url, key) as client, GraderPool(slow_even_share, workers=2) as pool:
+        rollout = partial(roll_out_number, grade=pool.grade)
+        RolloutRunner(api_client=client, config=config, rollout_fn=rollout, dataset=Numbers()).run()
 
 
 if __name__ == "__main__":

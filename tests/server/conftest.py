@@ -9,6 +9,8 @@ import pytest
 from postgres import Cluster, NewDatabase, cluster
 from server_harness import Running, Start, servers
 
+from upweight.server.store.database import Database
+
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
@@ -36,3 +38,14 @@ def postgresql_cluster() -> Iterator[Cluster]:
 def postgresql(postgresql_cluster: Cluster) -> NewDatabase:
     """Makes an empty database and returns its URL."""
     return postgresql_cluster.new_database
+
+
+@pytest.fixture(scope="module", params=["sqlite", pytest.param("postgresql", marks=pytest.mark.ci)])
+def database(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Database]:
+    """A store of either kind."""
+    if request.param == "sqlite":
+        store = Database(tmp_path_factory.mktemp("store") / "store.sqlite3")
+    else:
+        store = Database(request.getfixturevalue("postgresql")())
+    yield store
+    store.close()

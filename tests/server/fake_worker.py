@@ -3,7 +3,8 @@
 `fake_worker.py BEHAVIOUR.json SPEC.json`. Its "weights" are a hash over all batches so far, so equal batches in equal order give equal
 fingerprints. BEHAVIOUR: die_in_training [batch indices, each once], corrupt_after_restart (bool), skip_updates (bool),
 train_seconds, generate_seconds, fates, hang_in_training [batch indices, first start only],
-die_at_start (bool), ignore_sigterm (bool), cannot_load (bool), full_exports (how many find the disk full).
+die_at_start (bool), ignore_sigterm (bool), cannot_load (bool), full_exports (how many find the disk full), export_bytes (a file of that
+size beside the weights' own), half_exports ("die" or "hang" when half is written).
 """
 
 from __future__ import annotations
@@ -144,12 +145,24 @@ class Handler(BaseHTTPRequestHandler):
             path = Path(json.loads(body)["path"])
             path.mkdir(parents=True, exist_ok=True)
             (path / "config.json").write_text("{}")
-            (path / "model.safetensors").write_text(WEIGHTS.fingerprint)
+            self.stop_half_way(path)
+            size = BEHAVIOUR.get("export_bytes", 0)
+            (path / "model.safetensors").write_text(WEIGHTS.fingerprint + " " * size)
             self.answer({"path": str(path)})
         elif url.path == "/render":
             self.answer({"token_ids": [1, 2, 3], "text": "abc"})
         else:
             self.complete(json.loads(body))
+
+    def stop_half_way(self, path: Path) -> None:
+        how = BEHAVIOUR.get("half_exports")
+        beside = path.with_name(f".{path.name}.half")  # as the real worker names what is not whole
+        if how is not None:
+            beside.mkdir()
+            (beside / "model.safetensors").write_text("half")
+        if how == "die":
+            os._exit(9)
+        time.sleep(1000 if how == "hang" else 0)
 
     def disk_is_full(self) -> bool:
         BEHAVIOUR["full_exports"] = BEHAVIOUR.get("full_exports", 0) - 1

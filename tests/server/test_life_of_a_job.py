@@ -105,7 +105,8 @@ def test_a_finished_worker_that_holds_too_much_memory_is_stopped_and_started_aga
     job = server.create_job(num_batches=1)
     server.fill(job, 0)
     # The event is the last thing that happens then.
-    stopped = server.wait(job, lambda _: any("idle_memory_gb" in message for message in server.events(job)))
+    server.wait(job, lambda _: any("idle_memory_gb" in message for message in server.events(job)))
+    stopped = server.progress(job)
     assert (stopped["job_status"], stopped["worker"], stopped["inference_version"]) == ("succeeded", None, 1)
     answer = server.http.post(server.rl(job, "inference/openai/v1/completions"), json={"prompt": "x"})
     assert answer.json()["inference_version"] == 1

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import random
+import threading
+from pathlib import Path
+
 import openai
+import psutil
 from server_harness import KEY, Start
 
 
@@ -66,3 +71,41 @@ def test_a_queued_job_can_be_paused(start: Start) -> None:
     assert server.progress(queued)["job_status"] == "paused"
     server.http.post(f"/v1/fine_tuning/jobs/{queued}/resume")
     server.wait(queued, lambda p: p["inference_version"] == 0)
+
+
+def test_orders_that_cross_leave_one_worker_and_one_end(start: Start) -> None:
+    """Pause, resume and cancel of several people at once: one after the other, each whole."""
+    server = start(max_running=4)
+    job, other = server.create_job(), server.create_job()
+    chance = random.Random(0)
+
+    def order(job: str, orders: list[str]) -> None:
+        for one in orders:
+            assert server.http.post(f"/v1/fine_tuning/jobs/{job}/{one}").status_code in (200, 409)
+
+    for ends in (False, True):
+        people = [
+            threading.Thread(target=order, args=(one, chance.choices(["pause", "resume"], k=4)))
+            for one in (job, other)
+            for _ in range(3)
+        ]
+        people += [threading.Thread(target=order, args=(other, ["cancel"]))] if ends else []
+        for person in people:
+            person.start()
+        for person in people:
+            person.join()
+        server.http.post(f"/v1/fine_tuning/jobs/{job}/resume")
+        server.wait(job, lambda p: p["job_status"] == "waiting_for_samples")
+        assert workers_of(job, server.home) == 1
+    assert server.progress(other)["job_status"] == "cancelled"
+    assert workers_of(other, server.home) == 0
+    for index in range(2):
+        server.fill(job, index)
+    server.wait_status(job, "succeeded")
+
+
+def workers_of(job: str, home: Path) -> int:
+    """How many processes that were started for the job live."""
+    file = home / "jobs" / job / "starts"
+    started = [int(line) for line in file.read_text().split()] if file.exists() else []
+    return sum(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in started)

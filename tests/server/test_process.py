@@ -289,3 +289,34 @@ def test_the_log_is_json_for_a_collector_if_asked(serve: Serve, tmp_path: Path) 
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     assert all({"time", "level", "logger", "message"} <= set(line) for line in lines)
     assert KEY not in log.read_text()
+
+
+def test_a_server_killed_in_a_promotion_serves_no_half_model(tmp_path: Path, serve: Serve) -> None:
+    process = serve('behaviour={"half_exports": "hang"}')
+    home = tmp_path / "home"
+    with client(home) as http:
+        job = create_job(http, tmp_path / "model", batch_size=1, num_batches=2, checkpoint_every=1)
+        http.post(f"/v1alpha1/fine_tuning/jobs/{job}/batches", json={"index": 0})
+        http.post(f"/v1alpha1/fine_tuning/jobs/{job}/batches/0/samples", json={"samples": [sample("a")]})
+        wait_for(http, job, lambda p: p["inference_version"] == 1)
+        promote = f"/v1/fine_tuning/jobs/{job}/checkpoints/ftckpt-{job}-1/promote"
+        asking = threading.Thread(target=lambda: _broken_off(http, promote))
+        asking.start()
+        end = time.monotonic() + 10
+        while not list((home / "models").rglob("model.safetensors")):
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        asking.join()
+    serve()
+    with client(home) as http:
+        assert list((home / "models").iterdir()) == []
+        wait_for(http, job, lambda p: p["inference_version"] == 1)
+        assert http.post(promote).status_code == 200
+        assert len(list((home / "models").iterdir())) == 1
+
+
+def _broken_off(http: httpx.Client, path: str) -> None:
+    with pytest.raises(httpx.TransportError):
+        http.post(path)

@@ -52,16 +52,6 @@ def upload(database: Database, job: str, index: int, samples: list[NewSample]) -
     return database.submit(Upload(job_id=job, project="p", batch_index=index, samples=samples)).result()
 
 
-@pytest.fixture(scope="module", params=["sqlite", pytest.param("postgresql", marks=pytest.mark.ci)])
-def database(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
-    if request.param == "sqlite":
-        store = Database(tmp_path_factory.mktemp("store") / "store.sqlite3")
-    else:
-        store = Database(request.getfixturevalue("postgresql")())
-    yield store
-    store.close()
-
-
 uploads = st.lists(st.lists(st.tuples(st.integers(0, 14), st.booleans()), min_size=1, max_size=5), max_size=12)
 
 

@@ -92,7 +92,6 @@ def test_the_method_may_lie_in_extra_body(shared: Running) -> None:
         ({}, "method", "method is missing"),
         ({"model": "nowhere", "method": method()}, "model", "not on this machine"),
         ({"model": 3, "method": method()}, "model", "name or folder"),
-        ({"method": method(), "from_checkpoint": {"type": "ft"}}, "from_checkpoint", "not offered"),
     ],
 )
 def test_refused_creations(shared: Running, body: dict[str, Any], loc: str, words: str) -> None:
@@ -122,16 +121,6 @@ def test_a_quantised_model_is_counted_as_what_it_becomes(start: Start) -> None:
     assert refused.status_code == 422
     assert "needs about 0.08 GB" in refused.json()["detail"]
     assert server.http.post("/v1/fine_tuning/jobs", json={"model": server.model, "method": method()}).status_code == 200
-
-
-def test_secrets_of_integrations_are_not_kept(server: Running) -> None:
-    integration = {"type": "wandb", "wandb": {"project": "p", "api_key": "very-secret"}}
-    answer = create(server, method=method(), integrations=[integration])
-    assert answer.status_code == 200
-    assert "very-secret" not in answer.text
-    for file in server.home.rglob("*"):
-        if file.is_file():
-            assert b"very-secret" not in file.read_bytes(), file
 
 
 def test_status_and_batches_have_the_shapes_of_the_contract(shared: Running) -> None:

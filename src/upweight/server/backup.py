@@ -78,15 +78,23 @@ def _copy_folder(source: Path, target: Path) -> None:
 
 
 def _copy_whole_or_not(source: Path, target: Path) -> None:
-    """A checkpoint that is removed while it is copied leaves nothing."""
+    """A checkpoint that is removed while it is copied leaves nothing. Raises OSError when the copy cannot be written."""
     before = _listing(source)
     try:
         shutil.copytree(source, target)
-    except (shutil.Error, FileNotFoundError, NotADirectoryError):
+    except (shutil.Error, FileNotFoundError, NotADirectoryError) as error:
+        if before and before == _listing(source):  # it is all there: a full disk, say
+            raise OSError(_first_reason(error)) from error
         shutil.rmtree(target, ignore_errors=True)
         return
     if not before == _listing(source) == _listing(target):
         shutil.rmtree(target, ignore_errors=True)
+
+
+def _first_reason(error: OSError) -> str:
+    """`shutil.Error` has a list of sources, targets and reasons."""
+    listed = isinstance(error, shutil.Error) and error.args and isinstance(error.args[0], list) and error.args[0]
+    return str(listed[0][2]) if listed else str(error)
 
 
 def _listing(folder: Path) -> dict[str, int]:

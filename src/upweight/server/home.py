@@ -54,6 +54,14 @@ class Home:
     # A job's own copies of the files that it trains on and is validated with, in its folder.
     TRAINING_FILE, VALIDATION_FILE = "training.jsonl", "validation.jsonl"
 
+    def start_model(self, job_id: str) -> Path:
+        """Of a job that starts from a checkpoint of another."""
+        return self.jobs / job_id / "start"
+
+    def origin(self, job_id: str) -> Path:
+        """The folder that holds that checkpoint, until the start model is made of it."""
+        return self.jobs / job_id / "origin"
+
     def file(self, file_id: str) -> Path:
         return self.files / file_id
 

@@ -1,11 +1,17 @@
-"""Reason phrases that say why: some clients show nothing else of a 401, 403, 409, 413 or 429.
+"""The server's HTTP/1.1: reason phrases that say why, and an end for connections that nobody uses.
 
-ASGI has no place for a phrase. The application puts it into the header `REASON`, and this protocol, given to uvicorn as `http=`,
-moves it from there to the status line.
+Some clients show nothing but the phrase of a 401, 403, 409, 413 or 429, and ASGI has no place for one. The application puts it into
+the header `REASON`, and this protocol, given to uvicorn as `http=`, moves it from there to the status line.
+
+Invariants:
+* A connection without a whole request header ends after the keep-alive time, also one that never sent or that sends byte by byte.
+* A client whose machine vanished is found out within two minutes, and what it asked for ends with it.
 """
 
 from __future__ import annotations
 
+import asyncio
+import socket
 from typing import Any
 
 import h11
@@ -13,6 +19,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 REASON = "x-reason"
 LONGEST = 300  # characters
+PROBES = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 15, "TCP_KEEPCNT": 4}  # seconds, seconds, how many unanswered
 
 
 def reason_header(text: str) -> dict[str, str]:
@@ -37,9 +44,33 @@ def _with_reason(response: h11.Response) -> h11.Response:
 
 
 class ReasonProtocol(H11Protocol):
-    """uvicorn's HTTP/1.1 protocol with reason phrases from the application."""
+    """uvicorn's HTTP/1.1 protocol with reason phrases from the application and a time limit for headers."""
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
         limit = self.config.h11_max_incomplete_event_size
         self.conn = _Connection(h11.SERVER, **({} if limit is None else {"max_incomplete_event_size": limit}))
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        _probe_from_time_to_time(transport.get_extra_info("socket"))
+        self._limit_the_wait()
+
+    def data_received(self, data: bytes) -> None:
+        # Taken away, so that uvicorn does not end the wait for a header with each piece of it.
+        waiting, self.timeout_keep_alive_task = self.timeout_keep_alive_task, None
+        super().data_received(data)
+        if self.timeout_keep_alive_task is None and self.conn.their_state is h11.IDLE and waiting is not None:
+            self.timeout_keep_alive_task = waiting
+        elif waiting is not None:
+            waiting.cancel()
+
+    def _limit_the_wait(self) -> None:
+        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+
+
+def _probe_from_time_to_time(connection: socket.socket) -> None:
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in PROBES.items():
+        if hasattr(socket, name):  # not on every system
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -43,6 +43,14 @@ class Settings(BaseSettings):
     max_file_mb: int = Field(
         default=512, ge=1, le=2000, description="largest uploaded file; larger ones are answered 413"
     )
+    local_tracking: bool = Field(
+        default=False, description="MLflow of a job may be a file or database on this machine, not only a server"
+    )
+    tracker_timeout: float = Field(
+        default=60.0,
+        gt=0,
+        description="seconds for an answer of a tracker, and for all that is left when its job is over",
+    )
 
     worker_command: tuple[str, ...] = Field(
         default=(sys.executable, "-m", "upweight.server.worker"), description="command; the spec's path is appended"

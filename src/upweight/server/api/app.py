@@ -9,6 +9,7 @@ from typing import Any
 from fastapi import FastAPI
 
 from upweight import __version__
+from upweight.server import leftovers
 from upweight.server.api import (
     checkpoint_routes,
     errors,
@@ -27,7 +28,7 @@ from upweight.server.ascii_json import AsciiJSON
 from upweight.server.home import Home
 from upweight.server.rates import Rates
 from upweight.server.settings import Settings
-from upweight.server.store import files, keys, repeats
+from upweight.server.store import keys, repeats
 from upweight.server.store.database import Database
 from upweight.server.supervision.supervisor import Supervisor
 
@@ -81,7 +82,8 @@ async def _start(settings: Settings, resolve_model: ResolveModel) -> Parts:
     key, _ = home.api_key()
     await database.write(lambda c: keys.add_key(c, key))
     await database.write(repeats.forget_old)
-    await database.read(lambda c: _drop_nameless(home, files.present_ids(c)))
+    if leftovers.belongs_to(home, await database.write(leftovers.owner)):
+        await database.read(lambda c: leftovers.remove(c, home))
     supervisor = Supervisor(database, home, settings)
     parts = Parts(
         settings=settings,
@@ -93,13 +95,6 @@ async def _start(settings: Settings, resolve_model: ResolveModel) -> Parts:
     )
     await supervisor.start()
     return parts
-
-
-def _drop_nameless(home: Home, known: set[str]) -> None:
-    """Files that no row names: of uploads and deletions that a kill cut short."""
-    for path in home.files.iterdir():
-        if path.name not in known:
-            path.unlink()
 
 
 async def _stop(parts: Parts) -> None:

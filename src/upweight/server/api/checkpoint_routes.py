@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 from pathlib import Path
 from typing import Any
@@ -83,8 +84,8 @@ async def promote(request: Request, checkpoint_id: str, job: JobOf, parts: Parts
     added = {"model_id": model_id, "name": name, "job": job, "version": row.version, "path": str(folder)}
     try:
         made = await parts.database.write(lambda c: models.add_model(c, fingerprint=row.fingerprint, **added))
-    except Refusal:
-        shutil.rmtree(folder, ignore_errors=True)
+    except Exception:
+        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
         raise
     return model_answer(made)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 from typing import Any
 
@@ -19,6 +20,7 @@ from upweight.server.refusals import Refusal
 
 log = logging.getLogger(__name__)
 
+NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM})
 RETRY_AFTER = {503: "2", 429: "1"}  # seconds
 
 
@@ -79,6 +81,14 @@ def install(app: FastAPI) -> None:
         log.error("store: %s", error)
         text = str(error.orig) if isinstance(error, OperationalError) else str(error)
         return answer(request, 503, f"the store cannot answer now: {text}; nothing was stored, try again")
+
+    @app.exception_handler(OSError)
+    async def _disk(request: Request, error: OSError) -> AsciiJSON:
+        if error.errno not in NO_ROOM:
+            log.error("%s %s", request.method, request.url.path, exc_info=error)
+            return await _bug(request, error)
+        log.error("disk: %s", error)
+        return answer(request, 507, f"the server cannot write to its disk: {error.strerror}; nothing was stored")
 
     @app.exception_handler(Exception)
     async def _bug(request: Request, error: Exception) -> AsciiJSON:

@@ -50,7 +50,7 @@ async def upload(request: Request, parts: PartsOf, project: ProjectOf) -> dict[s
             f"{row}".encode(),
             lambda c: files.file_answer(files.add_file(c, id=file_id, project=project, **row)),
         )
-    except BaseException:  # nothing stays behind that no row names
+    except Exception:  # nothing stays behind that no row names; after a cancelled write there may be one
         form.path.unlink(missing_ok=True)
         path.unlink(missing_ok=True)
         raise

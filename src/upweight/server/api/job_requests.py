@@ -9,8 +9,10 @@ from typing import Any
 
 from upweight.errors import ModelError
 from upweight.server.api.context import Parts
+from upweight.server.api.origins import check_shape
 from upweight.server.file_methods import FILE_TYPES, FileMethod, parse_file_method
 from upweight.server.home import model_bytes
+from upweight.server.integrations import Integration, parse_integrations
 from upweight.server.methods import LARGEST, Reinforcement, parse_method
 from upweight.server.refusals import Refusal, invalid
 from upweight.server.store import models
@@ -19,7 +21,6 @@ KNOWN_FIELDS = frozenset(
     {"model", "training_file", "validation_file", "from_checkpoint", "hyperparameters", "method", "integrations"}
     | {"seed", "suffix", "tags", "extra_body", "ai_project_id"}
 )
-NOT_USED = ("integrations",)  # known, but without effect
 LONGEST_SUFFIX = 64
 GB = 1e9
 
@@ -29,11 +30,13 @@ class WantedJob:
     model: str
     method: Reinforcement | FileMethod
     kept: dict[str, Any]
+    integrations: list[Integration]
+    from_checkpoint: dict[str, Any] | None
     warnings: list[str]
 
 
-def parse_request(request: dict[str, Any]) -> WantedJob:
-    """Raises Refusal 422 naming field, value and remedy."""
+def parse_request(request: dict[str, Any], *, local_tracking: bool = False) -> WantedJob:
+    """`local_tracking`: whether its trackers may write to this machine. Raises Refusal 422 naming field, value and remedy."""
     model = request.get("model")
     if not isinstance(model, str) or not model:
         raise invalid(("body", "model"), f"model = {model!r}: the name or folder of a model is needed", "missing")
@@ -42,11 +45,7 @@ def parse_request(request: dict[str, Any]) -> WantedJob:
             raise invalid(("body", field), f"{field} = {request[field]!r}: a text is needed")
     if len(request.get("suffix") or "") > LONGEST_SUFFIX:
         raise invalid(("body", "suffix"), f"suffix is longer than {LONGEST_SUFFIX} characters")
-    if request.get("from_checkpoint") is not None:
-        raise invalid(
-            ("body", "from_checkpoint"),
-            "from_checkpoint is not offered: promote the checkpoint and name the model that it becomes as `model`",
-        )
+    check_shape(request.get("from_checkpoint"))
     tags = request.get("tags")
     if tags is not None and not (isinstance(tags, list) and all(isinstance(tag, str) for tag in tags)):
         raise invalid(("body", "tags"), "tags must be a list of texts")
@@ -55,8 +54,17 @@ def parse_request(request: dict[str, Any]) -> WantedJob:
     kept["training_file"] = kept["training_file"] or ""
     method_type = method.type if isinstance(method, FileMethod) else "reinforcement"
     kept["method_type"] = method_type
+    integrations = parse_integrations(request.get("integrations"), local_tracking=local_tracking)
+    kept["integrations"] = [one.answer for one in integrations]
     kept["unknown"] = {name: value for name, value in request.items() if name not in KNOWN_FIELDS}
-    return WantedJob(model=model, method=method, kept=kept, warnings=_warnings(request, method_type))
+    return WantedJob(
+        model=model,
+        method=method,
+        kept=kept,
+        integrations=integrations,
+        from_checkpoint=request.get("from_checkpoint"),
+        warnings=_warnings(request, method_type),
+    )
 
 
 def _method_of(request: dict[str, Any]) -> Reinforcement | FileMethod:
@@ -101,7 +109,7 @@ def _with_hyperparameters(request: dict[str, Any], method: dict[str, Any]) -> di
 
 def _warnings(request: dict[str, Any], method_type: str) -> list[str]:
     unknown = [f"unknown field {name!r} was ignored" for name in request if name not in KNOWN_FIELDS]
-    names = NOT_USED if method_type == "supervised" else ("hyperparameters", *NOT_USED)
+    names: tuple[str, ...] = () if method_type == "supervised" else ("hyperparameters",)
     names = ("validation_file", *names) if method_type == "reinforcement" else names
     unused = [f"field {name!r} has no effect on a {method_type} job" for name in names if request.get(name)]
     return unknown + unused
@@ -118,15 +126,20 @@ async def resolve_model(parts: Parts, project: str, model: str) -> tuple[str, st
     return str(Path(source.path).absolute()), getattr(source, "name", model)
 
 
-async def refuse_without_room(parts: Parts, model_path: str, settings: dict[str, Any]) -> None:
-    """Refuse (422) a job whose checkpoints and weights would not fit into the disk budget or the free space."""
+async def refuse_without_room(
+    parts: Parts, model_path: str, settings: dict[str, Any], *, with_start: bool = False
+) -> None:
+    """Refuse (422) a job whose checkpoints and weights would not fit into the disk budget or the free space.
+
+    `with_start`: it has a start model of its own besides.
+    """
     keep = settings["keep_checkpoints"]
     full, used = await asyncio.gather(
         asyncio.to_thread(model_bytes, Path(model_path)), asyncio.to_thread(parts.home.bytes_used)
     )
     # A checkpoint holds parameters and two optimizer moments; one more exists while the next is written; then the export.
     per_checkpoint = full if settings["lora"] else 3 * full
-    needed = per_checkpoint * (keep + 1) + full
+    needed = per_checkpoint * (keep + 1) + full * (1 + with_start)
     budget, free = parts.settings.disk_budget_gb * GB - used, parts.home.bytes_free()
     if needed > min(budget, free):
         which, left = ("free disk space", free) if free < budget else ("disk budget UPWEIGHT_DISK_BUDGET_GB", budget)

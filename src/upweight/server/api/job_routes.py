@@ -8,10 +8,10 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from upweight.server.api import openapi, training_files
+from upweight.server import integrations
+from upweight.server.api import openapi, origins, training_files
 from upweight.server.api.context import (
     JobOf,
-    Parts,
     PartsOf,
     ProjectOf,
     answered_before,
@@ -23,7 +23,6 @@ from upweight.server.api.job_answers import job_answer
 from upweight.server.api.job_requests import parse_request, refuse_without_room, resolve_model
 from upweight.server.api.paging import DEFAULT_LIMIT, Limit
 from upweight.server.file_methods import FileMethod
-from upweight.server.refusals import Refusal
 from upweight.server.store import jobs
 
 router = APIRouter(prefix="/v1/fine_tuning/jobs")
@@ -34,27 +33,35 @@ async def create(request: Request, parts: PartsOf, project: ProjectOf) -> dict[s
     body = await read_body(request)
     if (first := await answered_before(request, project, body)) is not None:
         return first
-    wanted = parse_request(parse_json(body))
-    model_path, model_name = await resolve_model(parts, project, wanted.model)
+    wanted = parse_request(parse_json(body), local_tracking=parts.settings.local_tracking)
+    origin = None
+    if (given := wanted.from_checkpoint) is not None:
+        origin = await parts.database.read(lambda c: origins.find(c, project, given, wanted.model))
+        model_path, model_name = origin.job.model_path, origin.job.request["model_name"]
+    else:
+        model_path, model_name = await resolve_model(parts, project, wanted.model)
     file, notes = None, list[str]()
     if isinstance(wanted.method, FileMethod):
         file = await training_files.take(parts, project, wanted.kept, wanted.method, model_path)
         settings, notes = file.settings, file.notes
     else:
         settings = wanted.method.model_dump(mode="json")
-    await refuse_without_room(parts, model_path, settings)
+    await refuse_without_room(parts, model_path, settings, with_start=origin is not None)
     job_id = jobs.new_job_id()
-    if file is not None:
-        await asyncio.to_thread(training_files.keep, file, parts.home.job_folder(job_id))
+    folder = parts.home.job_folder(job_id)
+    if origin is not None:
+        model_path = str(parts.home.start_model(job_id))
 
     def effect(connection: Any) -> dict[str, Any]:
+        if origin is not None and not origins.still_there(connection, origin):
+            raise origins.gone(origin)
         job = jobs.create_job(
             connection,
             job_id=job_id,
             project=project,
             model=wanted.model,
             model_path=model_path,
-            request={**wanted.kept, "model_name": model_name},
+            request={**wanted.kept, "model_name": model_name, **({"from_checkpoint": origin.kept} if origin else {})},
             settings=settings,
         )
         for warning in [*wanted.warnings, *notes]:
@@ -62,20 +69,21 @@ async def create(request: Request, parts: PartsOf, project: ProjectOf) -> dict[s
         return job_answer(connection, job)
 
     try:
+        if file is not None:
+            await asyncio.to_thread(training_files.keep, file, folder)
+        if origin is not None:
+            await asyncio.to_thread(origins.keep, origin, parts.home.origin(job_id))
+        if wanted.integrations:
+            await asyncio.to_thread(integrations.keep, wanted.integrations, folder)
         answer, is_new = await write_once(request, project, body, effect)
-    except Refusal:
-        await _drop_copy(parts, file, job_id)
+    except Exception:
+        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
         raise
     if not is_new:
-        await _drop_copy(parts, file, job_id)
+        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
         return answer
     parts.supervisor.submit(answer["id"])
     return answer
-
-
-async def _drop_copy(parts: Parts, file: training_files.TrainingFile | None, job_id: str) -> None:
-    if file is not None:
-        await asyncio.to_thread(shutil.rmtree, parts.home.job_folder(job_id))
 
 
 @router.get("")

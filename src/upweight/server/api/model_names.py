@@ -10,7 +10,7 @@ from sqlalchemy import Connection
 from upweight.server.refusals import Refusal
 from upweight.server.store import jobs, models
 from upweight.server.store.jobs import Job
-from upweight.server.supervision.runner import model_names
+from upweight.server.supervision.specs import model_names
 
 MOST_JOBS = 1000
 

@@ -228,3 +228,11 @@ def client_metrics(connection: Connection, job_id: str) -> list[dict[str, Any]]:
     table = schema.client_metrics
     query = select(table.c.batch_index, table.c.metrics).where(table.c.job_id == job_id).order_by(table.c.seq)
     return [{"batch_index": row.batch_index, "metrics": row.metrics} for row in connection.execute(query)]
+
+
+def client_metrics_since(connection: Connection, job_id: str, seq: int) -> list[Row]:
+    """Those after row `seq`, oldest first."""
+    table = schema.client_metrics
+    return list(
+        connection.execute(select(table).where(table.c.job_id == job_id, table.c.seq > seq).order_by(table.c.seq))
+    )

@@ -15,6 +15,7 @@ import contextlib
 import errno
 import logging
 import os
+import shutil
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
@@ -35,13 +36,14 @@ from upweight.server.supervision import checkpoints
 from upweight.server.supervision.gate import Gate
 from upweight.server.supervision.memory import keeps_start, microbatch_tokens
 from upweight.server.supervision.orders import Order, next_order
+from upweight.server.supervision.origin import make_start_model
+from upweight.server.supervision.specs import log_file, worker_spec
 from upweight.server.supervision.worker_process import WorkerDied, WorkerProcess, WorkerRefused, start_worker
 from upweight.server.worker_protocol import (
     CheckpointResult,
     ExportResult,
     TrainResult,
     WorkerMode,
-    WorkerSpec,
     WorkerState,
 )
 
@@ -145,6 +147,7 @@ class JobRunner:
         checkpoint = await self.database.read(lambda c: checkpoints.newest_usable(c, self.job_id))
         folder = self.home.job_folder(self.job_id)
         folder.mkdir(exist_ok=True)
+        await self._make_start_model(job)
         await self._state("loading", "starts its worker")
         if job.settings["microbatch_tokens"] is None:
             job = await self._fix_microbatch(job)
@@ -156,6 +159,15 @@ class JobRunner:
             self.settings.worker_start_timeout, self.settings.worker_silence_timeout, self._report_loading()
         )
         return self.worker
+
+    async def _make_start_model(self, job: Job) -> None:
+        if "from_checkpoint" not in job.request:
+            return
+        await self._state("loading", "makes its start model of the checkpoint")
+        try:
+            await make_start_model(job, self.database, self.home, self.settings)
+        except Refusal as refused:
+            raise JobFailed("not_loaded", refused.text) from refused
 
     async def _fix_microbatch(self, job: Job) -> Job:
         """Chosen once and stored, so that a replay on another day sums its gradients in the same order."""
@@ -367,6 +379,8 @@ class JobRunner:
         recorded = await self.database.read(lambda c: versions.get_version(c, self.job_id, version))
         if recorded is None or recorded.checkpoint is None:
             await self._checkpoint(worker, job)
+        for half in weights.parent.glob(f".{weights.name}.*"):  # of a worker that was killed
+            await asyncio.to_thread(shutil.rmtree, half, ignore_errors=True)
         await worker.order("/export", ExportResult, json={"path": str(weights)})
 
     async def _fail(self, code: str, message: str) -> None:
@@ -413,34 +427,3 @@ def _watching(worker: WorkerProcess, settings: Settings) -> Any:
         yield
     finally:
         task.cancel()
-
-
-def worker_spec(job: Job, home: Home, mode: WorkerMode, checkpoint: str | None, settings: Settings) -> WorkerSpec:
-    return WorkerSpec(
-        job_id=job.id,
-        mode=mode,
-        model=job.model_path,
-        model_names=model_names(job),
-        method_type=job.method_type,
-        settings=job.settings,
-        training_file=str(home.job_folder(job.id) / home.TRAINING_FILE) if "rows" in job.settings else None,
-        validation_file=str(home.job_folder(job.id) / home.VALIDATION_FILE)
-        if "validation_rows" in job.settings
-        else None,
-        socket="",  # chosen by start_worker
-        folder=str(home.job_folder(job.id)),
-        checkpoint=checkpoint,
-        cache_folder=str(home.cache / "compiled"),
-        request_timeout=settings.inference_timeout,
-        warm_up=settings.worker_warm_up,
-    )
-
-
-def model_names(job: Job) -> list[str]:
-    """What requests may call the job's model: as when the job was created, its own name, their last parts, the job's id."""
-    names = [job.model, job.request["model_name"]]
-    return list(dict.fromkeys([*names, *(Path(name).name or name for name in names), job.id]))
-
-
-def log_file(home: Home, job_id: str) -> Path:
-    return home.logs / f"{job_id}.log"

@@ -25,7 +25,9 @@ from upweight.server.store.jobs import Job
 from upweight.server.store.models import PROMOTED
 from upweight.server.supervision import checkpoints
 from upweight.server.supervision.gate import Gate
-from upweight.server.supervision.runner import JobRunner, log_file, worker_spec
+from upweight.server.supervision.runner import JobRunner
+from upweight.server.supervision.specs import log_file, worker_spec
+from upweight.server.supervision.tracking import Tracking
 from upweight.server.supervision.worker_process import WorkerDied, WorkerProcess, start_worker
 from upweight.server.worker_protocol import WorkerMode
 
@@ -39,6 +41,7 @@ class Supervisor:
         self.database = database
         self.home = home
         self.settings = settings
+        self.tracking = Tracking(database, home, settings)
         self._queue: list[str] = []
         self._gates: dict[str, Gate] = {}
         self._runners: dict[str, JobRunner] = {}
@@ -47,11 +50,14 @@ class Supervisor:
         self._loading: dict[str, asyncio.Task[None]] = {}  # workers being started to serve a job that is over
         self._chores: set[asyncio.Task[None]] = set()
         self._places = asyncio.Lock()
+        self._turns: dict[str, asyncio.Lock] = {}  # one order of a person to a job at a time
         self._stopping = False
 
     async def start(self) -> None:
         """Queue what was not over when the server stopped."""
-        for job in await self.database.read(jobs.unfinished_jobs):
+        unfinished = await self.database.read(jobs.unfinished_jobs)
+        self.tracking.start({job.id for job in unfinished})
+        for job in unfinished:
             if job.job_status == "paused":
                 continue
             if job.job_status != "queued":
@@ -67,7 +73,7 @@ class Supervisor:
         for task in tasks:
             task.cancel()
         idle = [worker.stop(self.settings.worker_stop_timeout) for worker in self._idle.values()]
-        await asyncio.gather(*tasks, *idle, return_exceptions=True)
+        await asyncio.gather(*tasks, *idle, self.tracking.stop(), return_exceptions=True)
 
     def submit(self, job_id: str) -> None:
         self._queue.append(job_id)
@@ -79,25 +85,35 @@ class Supervisor:
 
     async def cancel(self, job_id: str) -> None:
         """Bring a job to its end as cancelled; does nothing if it is over."""
+        async with self._turn(job_id):
+            await self._cancel(job_id)
+        self._fill_places_soon()
+
+    async def _cancel(self, job_id: str) -> None:
         changed = await self.database.write(lambda c: jobs.set_state(c, job_id, "cancelled", "cancelled by request"))
         if not changed:
             return
         await self.database.write(lambda c: jobs.add_event(c, job_id, "job cancelled by request"))
         self.gate(job_id).close(Refusal(409, f"job {job_id} is cancelled"))
         await self._take_out(job_id)
+        await self.tracking.forget(job_id)
         await self.database.write(lambda c: completions.forget(c, job_id))
-        self._fill_places_soon()
 
     async def pause(self, job_id: str) -> None:
         """Stop the job's worker and give up its place. Does nothing if it is paused; raises Refusal 409 if it is over."""
-        await self._take_out(job_id)
-        await self.database.write(lambda c: jobs.pause(c, job_id))
+        async with self._turn(job_id):
+            await self._take_out(job_id)
+            await self.database.write(lambda c: jobs.pause(c, job_id))
         self._fill_places_soon()
 
     async def resume(self, job_id: str) -> None:
         """Queue a paused job again. Does nothing if it is not paused; raises Refusal 409 if it is over."""
-        if await self.database.write(lambda c: jobs.resume(c, job_id)):
-            self.submit(job_id)
+        async with self._turn(job_id):
+            if await self.database.write(lambda c: jobs.resume(c, job_id)):
+                self.submit(job_id)
+
+    def _turn(self, job_id: str) -> asyncio.Lock:
+        return self._turns.setdefault(job_id, asyncio.Lock())
 
     async def _take_out(self, job_id: str) -> None:
         """Out of the queue, or its worker stopped."""
@@ -144,7 +160,8 @@ class Supervisor:
                 if not await self._make_place():
                     await self._tell_the_waiting()
                     return
-                self._begin(self._queue.pop(0))
+                if self._queue:  # it may have been emptied while a place was made
+                    self._begin(self._queue.pop(0))
 
     async def _make_place(self) -> bool:
         """Whether a worker may be started; stops the serving worker that was used longest ago if it must."""
@@ -185,6 +202,7 @@ class Supervisor:
         runner = JobRunner(job_id, self.database, self.home, self.settings)
         runner.gate = self.gate(job_id)
         self._runners[job_id] = runner
+        self.tracking.begin(job_id)
         task = asyncio.create_task(self._accompany(runner), name=f"job {job_id}")
         task.add_done_callback(_log_failure)
         self._tasks[job_id] = task
@@ -195,6 +213,7 @@ class Supervisor:
         finally:
             self._runners.pop(runner.job_id, None)
             self._tasks.pop(runner.job_id, None)
+            self.tracking.end(runner.job_id)
             if runner.worker is not None and not self._stopping:
                 self._idle[runner.job_id] = runner.worker
         await self._retire_if_large(runner.job_id)

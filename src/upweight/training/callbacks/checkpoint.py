@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from upweight.errors import ConfigError, TrainingError
-from upweight.training import saved_folders
 from upweight.training.callbacks.base import BaseCallback, Logs
 from upweight.training.callbacks.early_stopping import check_mode
-from upweight.training.rl.state import restore, snapshot
+from upweight.training.saved_folders import replace as replace_folder
+from upweight.training.saved_folders import standing
 
 
 @dataclass(slots=True)
@@ -96,15 +96,19 @@ def save_model(path: str | Path, model: Any) -> None:
     """Writes the model's arrays; a folder that is there is replaced once the new one is complete."""
     import orbax.checkpoint as orbax  # slow to import
 
+    from upweight.training.rl.state import snapshot
+
     with orbax.PyTreeCheckpointer() as checkpointer:
-        saved_folders.replace(Path(path).absolute(), lambda folder: checkpointer.save(folder, snapshot(model)))
+        replace_folder(Path(path).absolute(), lambda folder: checkpointer.save(folder, snapshot(model)))
 
 
 def load_model(path: str | Path, model: Any) -> None:
     """Puts saved arrays into a model of the same form, in place; `TrainingError` when there are none or they do not fit."""
     import orbax.checkpoint as orbax
 
-    folder = saved_folders.standing(Path(path).absolute())
+    from upweight.training.rl.state import restore, snapshot
+
+    folder = standing(Path(path).absolute())
     if not folder.is_dir():
         raise TrainingError(f"{folder} holds no saved model; see ModelCheckpoint.best_model_path")
     mine = snapshot(model)

@@ -77,6 +77,7 @@ class WandbLoggerConfig:
     log_every_n_steps: int = 1
     log_on_epoch_end: bool = True
     log_dir: str | Path | None = None
+    run_id: str | None = None  # with `resume`, the run to go on with
 
     def __post_init__(self) -> None:
         check_every(self.log_every_n_steps)
@@ -101,6 +102,7 @@ class WandbLoggerCallback(TrackerCallback):
             config=given.config,
             mode=given.mode,
             resume=given.resume,
+            id=given.run_id,
             dir=None if given.log_dir is None else str(given.log_dir),
         )
 
@@ -153,6 +155,7 @@ class MlflowLoggerConfig:
     params: dict[str, Any] = field(default_factory=dict)
     log_every_n_steps: int = 1
     log_on_epoch_end: bool = True
+    run_id: str | None = None  # the run to go on with; None = a new one
 
     def __post_init__(self) -> None:
         check_every(self.log_every_n_steps)
@@ -170,6 +173,9 @@ class MlflowLoggerCallback(TrackerCallback):
     def start(self) -> Any:
         given = self.config
         self._client = client = tracker_module("mlflow", "mlflow").MlflowClient(given.tracking_uri)
+        if given.run_id is not None:
+            client.update_run(given.run_id, status="RUNNING")
+            return client.get_run(given.run_id)
         found = client.get_experiment_by_name(given.experiment)
         experiment = client.create_experiment(given.experiment) if found is None else found.experiment_id
         run = client.create_run(experiment, run_name=given.name, tags=given.tags)
