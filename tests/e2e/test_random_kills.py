@@ -197,7 +197,7 @@ def patient_site(tmp_path: Path, tiny_model_folder: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.ci
 def test_five_random_kills(patient_site: Site) -> None:
-    run_under_fire(patient_site, seed=1, kills=5, batches=12)
+    run_under_fire(patient_site, seed=1, kills=5, batches=40)
 
 
 @pytest.mark.soak

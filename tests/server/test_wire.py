@@ -224,6 +224,9 @@ def test_a_reason_phrase_is_one_line_of_ascii(shared: Running) -> None:
     assert missing.json()["detail"].startswith("job nö")
     assert missing.reason_phrase.startswith("job n??xxx")
     assert len(missing.reason_phrase) == 300
+    for length in range(280, 300):  # wherever it is cut, no space stands at its end
+        cut = shared.http.get(f"/v1/fine_tuning/jobs/{'x' * length} does not exist")
+        assert cut.status_code == 404
 
 
 def test_a_body_that_is_too_large_is_413(start: Start) -> None:

@@ -24,7 +24,8 @@ PROBES = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 15, "TCP_KEEPCNT": 4}  # seconds,
 
 def reason_header(text: str) -> dict[str, str]:
     """The header for a reason phrase: one line of printable ASCII."""
-    line = "".join(letter if " " <= letter <= "~" else "?" for letter in " ".join(text.split()))[:LONGEST]
+    line = "".join(letter if " " <= letter <= "~" else "?" for letter in " ".join(text.split()))
+    line = line[:LONGEST].rstrip()  # a header that ends in a space is none
     return {REASON: line} if line else {}
 
 

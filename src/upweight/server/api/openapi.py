@@ -6,6 +6,7 @@ from typing import Any
 
 from upweight.server.api.uploads import Upload
 from upweight.server.file_methods import FILE_TYPES
+from upweight.server.integrations import KINDS
 from upweight.server.methods import Reinforcement
 
 INDEX = {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}
@@ -46,6 +47,13 @@ METRICS = described(
     )
 )
 PROMOTION = described(an_object((), name={**TEXT, "minLength": 1, "maxLength": 64}))
+CHECKPOINT = an_object(
+    ("type",), type={"const": "ft"}, checkpoint_id=TEXT, job_id=TEXT, step={"type": "integer", "minimum": 0}
+)
+INTEGRATIONS = [
+    an_object(("type", name), **{"type": {"const": name}, name: _inlined(kind.model_json_schema())})
+    for name, kind in KINDS.items()
+]
 JOB = described(
     an_object(
         ("model", "method"),
@@ -53,6 +61,8 @@ JOB = described(
         training_file={"type": ["string", "null"]},
         suffix={"type": ["string", "null"], "maxLength": 64},
         seed={"type": ["integer", "null"], "minimum": 0},
+        from_checkpoint={"anyOf": [CHECKPOINT, {"type": "null"}]},
+        integrations={"type": ["array", "null"], "items": {"anyOf": INTEGRATIONS}},
         method={
             "anyOf": [
                 an_object(
