@@ -15,6 +15,7 @@ import numpy as np
 import psutil
 
 from upweight.ops.samples import TrainBatch
+from upweight.server.methods import Reinforcement
 from upweight.server.worker_protocol import WorkerSpec, encode_batch
 
 CLIENTS, PER_CLIENT, TOKENS = 64, 2, 32
@@ -22,17 +23,21 @@ EVERY = 20.0  # mean seconds between two requests of one client: about a third o
 # the machine suffices beside training and gaps are those of steps, not of a queue that grows
 
 
-def measure_http(model: str, folder: Path, cache: str | None) -> dict[str, Any]:
-    spec = WorkerSpec(
+def spec_of(model: str, folder: Path, cache: str | None) -> WorkerSpec:
+    return WorkerSpec(
         job_id="bench",
         model=model,
         model_names=["bench"],
-        reinforcement={},
+        settings=Reinforcement(batch_size=8).model_dump(),
         socket=str(folder / "socket"),
         folder=str(folder / "job"),
         cache_folder=cache,
         warm_up=128,
     )
+
+
+def measure_http(model: str, folder: Path, cache: str | None) -> dict[str, Any]:
+    spec = spec_of(model, folder, cache)
     (folder / "job").mkdir()
     (folder / "spec.json").write_text(spec.model_dump_json())
     command = [sys.executable, "-m", "upweight.server.worker", str(folder / "spec.json")]

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.engine.http_load import spec_of
 from benchmarks.engine.workloads import NAMES, VOCABULARY, workload
+from upweight.training.settings import PolicySettings
 
 
 @pytest.mark.parametrize(
@@ -31,6 +33,12 @@ def test_the_pieces_of_work(name: str, rows: int, distinct: int, tokens: int) ->
     assert work.tokens == tokens
     assert work.top_p == (0.9 if name == "top_p" else 1.0)
     assert work == workload(name, 1) != workload(name, 2)
+
+
+def test_the_worker_of_the_http_load_is_told_what_a_worker_needs(tmp_path: Path) -> None:
+    spec = spec_of("model", tmp_path, None)
+    assert PolicySettings.from_method(spec.settings).preset is not None
+    assert (spec.method_type, spec.warm_up) == ("reinforcement", 128)
 
 
 @pytest.mark.parametrize("module", ["run", "upweight_side"])
