@@ -143,6 +143,9 @@ def test_a_start_removes_what_was_half_made_and_keeps_the_rest(start: Start) -> 
     start().stop()
     assert all(half.exists() for half in halves)
     (server.home / "store.sqlite3").unlink()
+    unknown = server.home / "jobs" / "ftjob-of-a-later-store" / "checkpoints"
+    unknown.mkdir(parents=True)
+    whole["jobs"] = sorted([*whole["jobs"], unknown.parent.name])
     (server.home.parent / "store").rename(server.home / "store.sqlite3")
     again = start()
     assert {folder: names(server.home / folder) for folder in whole} == whole

@@ -44,6 +44,15 @@ def init(**given):
     note(id=given["id"], project=given["project"], resume=given["resume"], key=os.environ["WANDB_API_KEY"])
     return Run()
 """
+MLFLOW = """
+import json, os, pathlib
+
+class MlflowClient:
+    def __init__(self, uri):
+        logins = {name: value for name, value in os.environ.items() if name.startswith("MLFLOW_TRACKING_")}
+        (pathlib.Path(os.environ["FAKE_WANDB"]).parent / "logins").write_text(json.dumps([logins, os.environ["HOME"]]))
+        raise RuntimeError(f"{uri} answered 500 != 200. Response body: 'what only the server may read'")
+"""
 SECRET = "very-secret-key"
 ASKED = {"type": "wandb", "wandb": {"project": "p", "tags": ["a"], "api_key": SECRET}}
 SHOWN = {"type": "wandb", "wandb": {"project": "p", "name": None, "entity": None, "tags": ["a"]}}
@@ -54,6 +63,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     modules = tmp_path / "modules"
     modules.mkdir()
     (modules / "wandb.py").write_text(WANDB)
+    (modules / "mlflow.py").write_text(MLFLOW)
     monkeypatch.setenv("PYTHONPATH", str(modules))
     monkeypatch.setenv("FAKE_WANDB", str(modules / "told"))
     return modules
@@ -230,6 +240,26 @@ def test_a_job_cancelled_in_the_queue_forgets_its_secret(shared: Running) -> Non
 
 def mlflow(**changes: Any) -> dict[str, Any]:
     return {"type": "mlflow", "mlflow": {"tracking_uri": "https://m.example", **changes}}
+
+
+def test_a_host_gets_the_logins_of_the_job_alone_and_its_answers_are_not_shown(
+    start: Start, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "of-the-server")
+    server = start()
+    given = mlflow(username="u", password=SECRET, certificate_file="-----BEGIN CERTIFICATE-----\n")
+    job = create(server, given, num_batches=1).json()["id"]
+    run_to_the_end(server, job, range(1))
+    server.wait_status(job, "succeeded")
+    folder = server.home / "jobs" / job
+    until(lambda: not (folder / "integrations.json").exists())
+    pem = str(folder / "mlflow-certificate.pem")
+    logins = {"USERNAME": "u", "PASSWORD": SECRET, "SERVER_CERT_PATH": pem}
+    expected = [{f"MLFLOW_TRACKING_{name}": value for name, value in logins.items()}, str(folder)]
+    assert json.loads((place / "logins").read_text()) == expected
+    assert not Path(pem).exists()
+    events = [event for event in server.events(job) if "integration mlflow" in event]
+    assert events[-1] == "integration mlflow: https://m.example answered 500 != 200."
 
 
 @pytest.mark.parametrize(

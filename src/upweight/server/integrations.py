@@ -18,6 +18,7 @@ from upweight.server.home import sync_folder, write_atomically
 from upweight.server.refusals import invalid
 
 FILE = "integrations.json"
+CERTIFICATE = "mlflow-certificate.pem"  # beside it, as the file that MLflow wants
 REMOTE = ("http", "https")
 LOCAL = ("sqlite", "file")
 PEM = "-----BEGIN CERTIFICATE-----"
@@ -143,7 +144,8 @@ def kept(folder: Path) -> list[Integration]:
 
 
 def forget(folder: Path) -> None:
-    (folder / FILE).unlink(missing_ok=True)
+    for name in (FILE, CERTIFICATE):
+        (folder / name).unlink(missing_ok=True)
 
 
 def without_secrets(text: str, integration: Integration) -> str:

@@ -1,11 +1,14 @@
 """What a kill left half-made in the home folder goes at the next start: uploads, exports, folders of jobs that were never stored.
 
-Invariant: only the store that named the things of a home folder removes from it what it does not name. One that was put beside it
-later, another database say, removes nothing.
+Invariants:
+* Only the store that named the things of a home folder removes from it what it does not name. One that was put beside it later,
+  another database say, removes nothing.
+* Whole weights are never removed.
 """
 
 from __future__ import annotations
 
+import logging
 import secrets
 import shutil
 from pathlib import Path
@@ -14,6 +17,8 @@ from sqlalchemy import Connection, insert, select
 
 from upweight.server.home import Home, write_atomically
 from upweight.server.store import files, schema
+
+log = logging.getLogger(__name__)
 
 STORE_ID = "store_id"  # name of a property, and of a file in the home folder
 
@@ -47,8 +52,18 @@ def remove(connection: Connection, home: Home) -> None:
         (home.jobs, jobs | models),
     ):
         for path in folder.iterdir():
-            if path.name not in known:
+            if path.name in known:
+                continue
+            if holds_weights(path):
+                log.warning("%s: the store does not name it; it is kept", path)
+            else:
                 _remove(path)
+
+
+def holds_weights(path: Path) -> bool:
+    """Whole ones, which an older store that was put back may not know: that is no reason to lose them."""
+    found = ("checkpoints", "weights", "config.json")
+    return not path.name.startswith(".") and any((path / name).exists() for name in found)
 
 
 def _remove(path: Path) -> None:

@@ -49,6 +49,7 @@ class ReasonProtocol(H11Protocol):
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
+        self._has_part = False  # of a request's header
         limit = self.config.h11_max_incomplete_event_size
         self.conn = _Connection(h11.SERVER, **({} if limit is None else {"max_incomplete_event_size": limit}))
 
@@ -61,10 +62,14 @@ class ReasonProtocol(H11Protocol):
         # Taken away, so that uvicorn does not end the wait for a header with each piece of it.
         waiting, self.timeout_keep_alive_task = self.timeout_keep_alive_task, None
         super().data_received(data)
-        if self.timeout_keep_alive_task is None and self.conn.their_state is h11.IDLE and waiting is not None:
+        is_part = self.conn.their_state is h11.IDLE and self.timeout_keep_alive_task is None
+        if is_part and self._has_part:
             self.timeout_keep_alive_task = waiting
         elif waiting is not None:
             waiting.cancel()
+        if is_part and not self._has_part:  # its first piece: the time begins anew
+            self._limit_the_wait()
+        self._has_part = is_part
 
     def _limit_the_wait(self) -> None:
         self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)

@@ -94,7 +94,9 @@ def _say(answers: IO[str], content: dict[str, Any]) -> None:
 def _reason(error: Exception, begin: Begin) -> str:
     """One line. The scrubbing comes before the cut: half a secret is one too."""
     integration = Integration(kind=begin["kind"], shown={}, secret=begin["secret"])
-    text = without_secrets(str(error).strip() or type(error).__name__, integration)
+    # What a host answered is not shown: its name comes from the job's owner, and it may be one that only the server reaches.
+    said = str(error).partition("Response body")[0].strip() or type(error).__name__
+    text = without_secrets(said, integration)
     return text.splitlines()[0][:LONGEST_REASON]
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from upweight.server.home import write_atomically
+from upweight.server.integrations import CERTIFICATE
 from upweight.server.tracker.protocol import Begin, Position, Row
 from upweight.training.callbacks.trackers import (
     MlflowLoggerCallback,
@@ -20,7 +21,7 @@ from upweight.training.callbacks.trackers import (
 )
 
 JOB_TAG = "upweight.job"
-CERTIFICATE = "mlflow-certificate.pem"
+LOGINS = ("MLFLOW_TRACKING_", "DATABRICKS_", "NETRC")
 LONGEST_PARAM = 500  # characters
 DEFAULT_EXPERIMENT = "upweight"
 STEP = "version"  # the axis of the charts
@@ -95,6 +96,7 @@ class WandbSink:
 class MlflowSink:
     def __init__(self, begin: Begin) -> None:
         given, secret = begin["shown"], begin["secret"]
+        _forget_logins(begin["folder"])
         for name in ("username", "password"):
             if name in secret:
                 os.environ[f"MLFLOW_TRACKING_{name.upper()}"] = secret[name]
@@ -141,8 +143,14 @@ class MlflowSink:
         return runs[0].info.run_id if runs else None
 
 
+def _forget_logins(folder: str) -> None:
+    """Those of whoever runs the server are not for a host that a job's owner names."""
+    for name in [name for name in os.environ if name.startswith(LOGINS)]:
+        del os.environ[name]
+    os.environ["HOME"] = folder  # where MLflow and requests look for logins in files
+
+
 def _private_file(folder: Path, text: str) -> Path:
-    """A certificate is no secret of the server; it lies in the job's folder as long as that does."""
     path = folder / CERTIFICATE
     write_atomically(path, text, mode=0o600)
     return path
