@@ -253,7 +253,7 @@ def test_scores_that_are_not_numbers_fail_their_row_alone(model: LoadedModel) ->
         (PROMPT, {"rep_window": 1.5, "frequency_penalty": 1.0}, None, "rep_window is 1.5; it must be a whole number"),
         (PROMPT, {"top_p": "a"}, None, "top_p is 'a'; it must be a number"),
         ([1.5], {}, None, "1.5 is no token id, which is a whole number"),
-        (PROMPT, {}, float("nan"), "timeout is nan; it must be a positive number of seconds, or None"),
+        (PROMPT, {}, float("nan"), "timeout is nan; it must be a number of seconds from 0, or None"),
         (PROMPT, {}, "3", "timeout is '3'"),
     ],
 )

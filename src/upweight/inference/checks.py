@@ -65,8 +65,8 @@ def check_request(prompt_ids: Sequence[int], params: SamplingParams, vocab_size:
 
 def check_timeout(seconds: float | None) -> None:
     """`RequestError` for what is no time that can pass; None = no limit."""
-    if seconds is not None and (not isinstance(seconds, Real) or not 0 < seconds < math.inf):
-        raise RequestError(f"timeout is {seconds!r}; it must be a positive number of seconds, or None", field="timeout")
+    if seconds is not None and (not isinstance(seconds, Real) or not 0 <= seconds < math.inf):
+        raise RequestError(f"timeout is {seconds!r}; it must be a number of seconds from 0, or None", field="timeout")
 
 
 def _check_bias(pairs: Sequence[tuple[int, float]], vocab_size: int) -> None:
