@@ -5,7 +5,9 @@ from queue import Empty, Queue
 
 import pytest
 
+from tests.fakes import Fault
 from upweight.rollout import uploader
+from upweight.rollout.exceptions import UploadFailed
 from upweight.rollout.messages import Broken, PlacesTaken, Uploaded
 from upweight.rollout.models import SampleGroup
 from upweight.rollout.spool import Spool
@@ -132,3 +134,18 @@ def test_a_bug_in_the_thread_is_told(server, upload):
     thread = upload()
     thread.put([wire(1)[0]._replace(version=None)])
     assert isinstance(thread._output.get(timeout=3), Broken)
+
+
+@pytest.mark.parametrize("limits", [{"upload_timeout": 0}, {"status_failure_timeout": 0}])
+def test_a_limit_of_failing_is_none_of_answers_that_take_their_time(server, make_runner, limits):
+    """Failures X10, H8: with a short limit each request had to be answered within it, or within 50 ms."""
+    server.faults += [Fault("/samples", delay=0.15, times=2), Fault("/status", delay=0.15, times=9)]
+    assert make_runner(num_batches=2, **limits).run().batches_filled == 2
+
+
+def test_without_time_for_failures_the_first_one_ends_the_run(server, make_runner):
+    """Failure X10."""
+    server.fail("/samples", 500, times=10**6)
+    with pytest.raises(UploadFailed, match="unsent after 0 s"):
+        make_runner(upload_timeout=0, shutdown_timeout=0.2).run()
+    assert server.count("POST", "/samples") == 1
