@@ -85,7 +85,7 @@ def test_a_key_that_no_header_can_carry_is_told_at_once_and_not_shown(key, monke
 
 @pytest.mark.parametrize("retries", [-1, None, "3", True, 1.5])
 def test_a_number_of_retries_that_is_none_is_refused(retries):
-    with pytest.raises(ValueError, match="max_retries is .* whole number from 0"):
+    with pytest.raises(ValueError, match=r"max_retries is .* whole number from 0"):
         api.TokenFactory("http://x.example", "k", max_retries=retries)
 
 
