@@ -15,8 +15,9 @@ from typing import Any
 
 import httpx
 import pytest
+import tenacity
 
-from tests.fakes import Fault, Reply
+from tests.fakes import FakeJobServer, Fault, Reply
 from upweight.api_client import TokenFactory
 from upweight.rollout import JobInitializationTimeout, JobUnavailable, RolloutRunner, UploadFailed
 
@@ -111,6 +112,21 @@ def test_a_stop_during_the_start_acts_at_once_and_opens_no_batch(server: Any, ma
 
 
 PASSING = [(Reply(503, {}), 5), (Reply(0), 5), (Reply(409, {"detail": "filled meanwhile"}), 1)]
+
+
+def test_a_server_that_is_not_there_yet_is_waited_for() -> None:
+    """Failure W6: nobody listens at the port for a while."""
+    with socket.socket() as reserved:
+        reserved.bind(("127.0.0.1", 0))
+        port = reserved.getsockname()[1]
+    servers: list[FakeJobServer] = []
+    opening = threading.Timer(0.5, lambda: servers.append(FakeJobServer(port=port).__enter__()))
+    opening.start()
+    wait = tenacity.wait_fixed(0.02)
+    with TokenFactory(f"http://127.0.0.1:{port}", "k", max_retries=1, tenacity_retry_wait=wait) as api:
+        summary = RolloutRunner(api, helpers.config(), helpers.rollout, helpers.Counting()).run()
+    servers[0].__exit__()
+    assert (summary.batches_filled, summary.seconds >= 0.5) == (3, True)
 
 
 def leave_samples(server: Any, make_runner: Any, **settings: Any) -> int:

@@ -149,3 +149,16 @@ def test_without_time_for_failures_the_first_one_ends_the_run(server, make_runne
     with pytest.raises(UploadFailed, match="unsent after 0 s"):
         make_runner(upload_timeout=0, shutdown_timeout=0.2).run()
     assert server.count("POST", "/samples") == 1
+
+
+def test_failing_uploads_are_tried_again_after_growing_waits(server, upload, caplog):
+    """Failure X10; what the client itself does not repeat, so that only these waits are seen."""
+    server.fail("/samples", 302, times=4)
+    thread = upload(batch_size=4)
+    thread.put(wire(4))
+    assert settle(thread)
+    waits = [float(r.message.split("next try in ")[1].split()[0]) for r in caplog.records if "next try" in r.message]
+    assert len(waits) == 4
+    assert waits == sorted(waits)
+    assert waits[-1] == pytest.approx(0.4)
+    assert server.sizes() == {0: 4}
