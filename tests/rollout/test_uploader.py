@@ -3,10 +3,13 @@
 import time
 from queue import Empty, Queue
 
+import httpx
 import pytest
+import tenacity
 
-from tests.fakes import Fault
-from upweight.rollout import uploader
+from tests.fakes import Fault, calls_by_key
+from upweight.api_client import TokenFactory
+from upweight.rollout import RolloutRunner, uploader
 from upweight.rollout.exceptions import UploadFailed
 from upweight.rollout.messages import Broken, PlacesTaken, Uploaded
 from upweight.rollout.models import SampleGroup
@@ -162,3 +165,15 @@ def test_failing_uploads_are_tried_again_after_growing_waits(server, upload, cap
     assert waits == sorted(waits)
     assert waits[-1] == pytest.approx(0.4)
     assert server.sizes() == {0: 4}
+
+
+def test_an_upload_may_take_longer_than_other_calls(server):
+    """Failure X10: inside a run uploads had the 5 s of other calls, so that one which takes longer could never end."""
+    server.faults.append(Fault("/samples", delay=0.6, times=10**6))
+    short = tenacity.wait_fixed(0.02)
+    with TokenFactory(
+        server.url, "k", tenacity_retry_wait=short, httpx_client_factory=lambda: httpx.Client(timeout=0.2)
+    ) as api:
+        settings = helpers.config(num_batches=1, upload_timeout=3)
+        summary = RolloutRunner(api, settings, helpers.rollout, helpers.Counting()).run()
+    assert (summary.batches_filled, max(calls_by_key(server).values())) == (1, 1)

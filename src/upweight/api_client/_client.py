@@ -112,7 +112,8 @@ class TokenFactory:
         is_inference = _INFERENCE_MARK in url
 
         def attempt() -> httpx.Response:
-            timeout = limited_timeout(client.timeout)
+            own = httpx.Timeout(kw["timeout"]) if "timeout" in kw else client.timeout
+            timeout = limited_timeout(own)
             limits = {} if timeout is None or is_inference else {"timeout": timeout}
             response = client.request(method, url, headers=headers, **{**kw, **limits})
             raise_for_status(response)
