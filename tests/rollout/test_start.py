@@ -160,6 +160,16 @@ def test_spooled_samples_that_cannot_be_sent_at_once_are_sent_later(
     assert not list(tmp_path.glob("**/*.jsonl"))
 
 
+def test_spooled_samples_may_take_longer_than_the_limit_of_failing(
+    server: Any, make_runner: Any, tmp_path: Path
+) -> None:
+    """Failure X10: a short `upload_timeout` cut off each request, so that these samples could never be sent."""
+    left = leave_samples(server, make_runner, spool_dir=tmp_path)
+    server.faults.append(Fault("/samples", delay=0.5, times=1))
+    summary = make_runner(spool_dir=tmp_path, upload_timeout=0.1).run()
+    assert (summary.batches_filled, summary.resumed_samples) == (3, left)
+
+
 def test_a_batch_that_cannot_be_read_ends_the_start_in_time(server: Any, make_runner: Any) -> None:
     """Failure W6."""
     server.faults.append(Fault("/batches/0", Reply(503, {}), times=10**6))
