@@ -69,6 +69,7 @@ class FakeJobServer:
         tells_batch_size: bool = False,
         completion: Callable[[dict[str, Any]], str] = lambda body: "42",
         reports_version: bool = False,
+        port: int = 0,
     ) -> None:
         self.batch_size = batch_size
         self.version = version
@@ -87,7 +88,7 @@ class FakeJobServer:
         self.inference_delay = 0.0
         self.inference_now = self.inference_peak = 0
         self.lock = threading.RLock()
-        self._http = _Listener(("127.0.0.1", 0), self._handler())
+        self._http = _Listener(("127.0.0.1", port), self._handler())
         self._http.daemon_threads = True
         self._thread = threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
 

@@ -73,6 +73,22 @@ def test_blank_key_is_missing(key, monkeypatch):
         api.TokenFactory("http://x.example", key)
 
 
+@pytest.mark.parametrize("key", ["secret\nkey", "secret\u2011key", "secret\x07key", "\ufeffsecret"])
+def test_a_key_that_no_header_can_carry_is_told_at_once_and_not_shown(key, monkeypatch):
+    """Failures C7, C8: such a key was sent four times, and the error showed it."""
+    monkeypatch.setenv("TOKENFACTORY_API_KEY", key)
+    for given, source in ((key, "api_key"), (None, "TOKENFACTORY_API_KEY")):
+        with pytest.raises(ValueError, match=rf"^{source} cannot be sent: character \d+ of \d+ \(U\+") as caught:
+            api.TokenFactory("http://x.example", given)
+        assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("retries", [-1, None, "3", True, 1.5])
+def test_a_number_of_retries_that_is_none_is_refused(retries):
+    with pytest.raises(ValueError, match=r"max_retries is .* whole number from 0"):
+        api.TokenFactory("http://x.example", "k", max_retries=retries)
+
+
 @pytest.mark.parametrize("url", ["", "host.example", "ftp://host.example", "http://"])
 def test_url_without_scheme_or_host(url):
     """Failure C7."""

@@ -1,5 +1,6 @@
 import subprocess
 import sys
+import time
 
 import pytest
 import tenacity
@@ -171,6 +172,10 @@ def test_pages_are_followed_and_jobs_awaited(client, server):
     server.replies["GET", f"{path}/ft-1"] = Reply(body=JOB_BODY)
     with pytest.raises(TimeoutError, match="ft-1"):
         jobs.wait(job_id="ft-1", timeout=0, poll_interval=0.01)
+    began = time.monotonic()
+    with pytest.raises(TimeoutError, match=r"Job ft-1 is still queued after 0\.1 s"):
+        jobs.wait_for_job(job_id="ft-1", timeout=0.1, poll_interval=30)
+    assert time.monotonic() - began < 5
 
 
 def test_files(client, server, tmp_path):

@@ -1,5 +1,7 @@
 """The engine when parts of it, its weights or its requests are broken: every request is answered, and each fails alone."""
 
+import dataclasses
+import re
 import threading
 import time
 from typing import Any
@@ -229,6 +231,38 @@ def test_scores_and_draws_that_are_not_numbers_are_failures(model: LoadedModel) 
     assert bad.error == "EngineError: stop ids, bias and constraint leave no token that may be drawn"
     assert len(good.token_ids) == 3
     engine.stop()
+
+
+def test_scores_that_are_not_numbers_fail_their_row_alone(model: LoadedModel) -> None:
+    """The row would have decoded in the same step as the others."""
+    embed = model.params["embed"]
+    config = dataclasses.replace(model.config, tied=False)
+    params = dict(model.params, embed=embed.at[77].set(jnp.nan), head=embed)
+    engine = Engine(config, params, model.tokenizer, max_rows=4).start()
+    scored = SamplingParams(max_tokens=3, ignore_eos=True, prompt_logprobs=True)
+    bad, *good = answers_to(engine, [[5, 77, 6, 9], PROMPT, PROMPT[:3]], [scored, FEW, FEW])
+    engine.stop()
+    assert bad.error == "EngineError: the model gave logits that are not finite"
+    assert [len(output.token_ids) for output in good] == [3, 3]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "change", "timeout", "said"),
+    [
+        (PROMPT, {"top_logprobs": 2.0}, None, "top_logprobs is 2.0; it must be a whole number"),
+        (PROMPT, {"rep_window": 1.5, "frequency_penalty": 1.0}, None, "rep_window is 1.5; it must be a whole number"),
+        (PROMPT, {"top_p": "a"}, None, "top_p is 'a'; it must be a number"),
+        ([1.5], {}, None, "1.5 is no token id, which is a whole number"),
+        (PROMPT, {}, float("nan"), "timeout is nan; it must be a number of seconds from 0, or None"),
+        (PROMPT, {}, "3", "timeout is '3'"),
+    ],
+)
+def test_what_would_break_a_step_is_refused_before(
+    model: LoadedModel, prompt: Any, change: dict[str, Any], timeout: Any, said: str
+) -> None:
+    engine = Engine(model.config, model.params, model.tokenizer, max_rows=2)
+    with pytest.raises(RequestError, match=re.escape(said)):
+        engine.submit(prompt, SamplingParams(**{"max_tokens": 3, **change}), print, timeout=timeout)
 
 
 def test_the_queue_counts_what_waits(model: LoadedModel) -> None:

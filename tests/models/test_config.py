@@ -69,6 +69,21 @@ def test_scaled_frequencies() -> None:
     np.testing.assert_allclose(llama3[2 * np.pi / plain > 64], plain[2 * np.pi / plain > 64] / 4, rtol=1e-6)
 
 
+DEFAULT = {"rope_type": "default", "rope_theta": 5e5}
+
+
+def test_both_spellings_of_rope_at_once_must_agree() -> None:
+    """A long context is often switched on by adding `rope_scaling`, also to a config of the newer spelling."""
+    with pytest.raises(UnsupportedModel, match="rope type 'yarn' is not supported"):
+        read(rope_parameters=DEFAULT, rope_scaling={"rope_type": "yarn", "factor": 4.0})
+    with pytest.raises(ModelError, match=r"rope_parameters .* and rope_scaling .*, which differ: leave out the one"):
+        read(rope_parameters=DEFAULT, rope_scaling={"type": "linear", "factor": 4.0})
+    llama3 = {"rope_type": "llama3", **LLAMA3}
+    both = read(rope_parameters={**llama3, "rope_theta": 5e5}, rope_scaling=llama3)
+    assert both.rope == RopeConfig(theta=5e5, kind="llama3", factor=8.0, original_context=8192)
+    assert read(rope_parameters=DEFAULT, rope_scaling=None).rope == RopeConfig(theta=5e5)
+
+
 @pytest.mark.parametrize("kind", ["yarn", "dynamic", "longrope", "su", "mrope", "ntk"])
 @pytest.mark.parametrize("spelling", ["rope_type", "type"])
 def test_unknown_rope_types_are_refused(kind: str, spelling: str) -> None:

@@ -324,8 +324,11 @@ def test_several_batches_are_replayed_for_epochs(model: LoadedModel) -> None:
     fresh_at = [step for step, (_, fresh) in enumerate(log) if fresh]
     assert fresh_at == [0, 1, 2, 9, 10, 11]  # each rollout serves nine optimizer steps: three epochs of three batches
     assert len(made) == 6
-    with pytest.raises(ValueError, match="rollout_interval is 0"):
-        RolloutRunner(generator, Counting(None), rollout_interval=0)
+    for wrong in (0, 1.5, None, "9", True):
+        with pytest.raises(ValueError, match=f"rollout_interval is {wrong!r}; it must be a whole number of at least 1"):
+            RolloutRunner(generator, Counting(None), rollout_interval=wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="batch is list; it must be a mapping"):
+        runner([[1, 2]])  # type: ignore[arg-type]
 
 
 def test_bad_sizes_are_named(model: LoadedModel) -> None:
@@ -333,6 +336,23 @@ def test_bad_sizes_are_named(model: LoadedModel) -> None:
         for wrong in (0, 2.5, None, True):
             with pytest.raises(ValueError, match=f"{name} is {wrong}; it must be a whole number of at least 1"):
                 RolloutGenerator(Told(), model.tokenizer, **{name: wrong})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ({"temperature": None}, "temperature is None"),
+        ({"temperature": -1}, "temperature is -1.0; it must be from 0"),
+        ({"top_k": None}, "top_k is None"),
+        ({"top_p": 2}, "top_p is 2.0; it must be from 0 to 1"),
+        ({"frequency_penalty": float("nan")}, "frequency_penalty is nan"),
+        ({"seed": "a"}, "seed is 'a'; it must be a number"),
+        ({"stop": ""}, "each stop string must be a text that is not empty"),
+    ],
+)
+def test_settings_that_draw_nothing_are_named_at_construction(model: LoadedModel, setting: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        RolloutGenerator(Told(), model.tokenizer, **setting)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("wrong", [-100, 10**10])

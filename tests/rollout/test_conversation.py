@@ -13,7 +13,7 @@ from openai.types import Completion
 from tests.conftest import SMOLLM2
 from upweight.api_client import TokenFactory
 from upweight.rollout import RolloutContext
-from upweight.rollout.conversation import Answer, Conversation, answer_of
+from upweight.rollout.conversation import KEPT_BRIDGES, Answer, Conversation, answer_of
 from upweight.tokenizer import Tokenizer
 
 from . import helpers
@@ -273,3 +273,17 @@ def test_an_answer_without_a_log_prob_of_each_token_is_refused() -> None:
     made.choices[0].logprobs.token_logprobs[1] = None  # type: ignore[union-attr, index, call-overload]
     with pytest.raises(ValueError, match="no log-prob of its token 1, 'token_id:6'"):
         answer_of(made)
+
+
+def test_tools_of_each_task_leave_nothing_behind_and_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Report O1: what a template is examined for was kept for ever, and what it rewrites was said again, for each list of tools."""
+    context = make_context()
+    render = RENDERS["trimming"]
+    for number in range(KEPT_BRIDGES + 20):
+        tools = [{"type": "function", "function": {"name": f"look{number % 80}", "parameters": {}}}]
+        talk = Conversation(context, [USER], tools=tools, render=render)
+        talk.prompt_ids  # noqa: B018 (made on first use)
+    assert len(context.shared["bridges"]._bridges) == KEPT_BRIDGES
+    assert len([r for r in caplog.records if "The chat template of" in r.message]) == 1
+    last = Conversation(context, [USER], tools=tools, render=render)
+    assert last._bridge is talk._bridge

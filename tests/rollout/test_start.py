@@ -15,8 +15,9 @@ from typing import Any
 
 import httpx
 import pytest
+import tenacity
 
-from tests.fakes import Fault, Reply
+from tests.fakes import FakeJobServer, Fault, Reply
 from upweight.api_client import TokenFactory
 from upweight.rollout import JobInitializationTimeout, JobUnavailable, RolloutRunner, UploadFailed
 
@@ -113,6 +114,21 @@ def test_a_stop_during_the_start_acts_at_once_and_opens_no_batch(server: Any, ma
 PASSING = [(Reply(503, {}), 5), (Reply(0), 5), (Reply(409, {"detail": "filled meanwhile"}), 1)]
 
 
+def test_a_server_that_is_not_there_yet_is_waited_for() -> None:
+    """Failure W6: nobody listens at the port for a while."""
+    with socket.socket() as reserved:
+        reserved.bind(("127.0.0.1", 0))
+        port = reserved.getsockname()[1]
+    servers: list[FakeJobServer] = []
+    opening = threading.Timer(0.5, lambda: servers.append(FakeJobServer(port=port).__enter__()))
+    opening.start()
+    wait = tenacity.wait_fixed(0.02)
+    with TokenFactory(f"http://127.0.0.1:{port}", "k", max_retries=1, tenacity_retry_wait=wait) as api:
+        summary = RolloutRunner(api, helpers.config(), helpers.rollout, helpers.Counting()).run()
+    servers[0].__exit__()
+    assert (summary.batches_filled, summary.seconds >= 0.5) == (3, True)
+
+
 def leave_samples(server: Any, make_runner: Any, **settings: Any) -> int:
     """A run whose samples stay in the spool; returns how many."""
     server.faults.append(Fault("/samples", Reply(500, {}), times=10**6))
@@ -142,6 +158,16 @@ def test_spooled_samples_that_cannot_be_sent_at_once_are_sent_later(
     assert (summary.batches_filled, summary.resumed_samples, summary.dropped_samples) == (3, n, 0)
     assert server.sizes() == {0: 4, 1: 4, 2: 4}
     assert not list(tmp_path.glob("**/*.jsonl"))
+
+
+def test_spooled_samples_may_take_longer_than_the_limit_of_failing(
+    server: Any, make_runner: Any, tmp_path: Path
+) -> None:
+    """Failure X10: a short `upload_timeout` cut off each request, so that these samples could never be sent."""
+    left = leave_samples(server, make_runner, spool_dir=tmp_path)
+    server.faults.append(Fault("/samples", delay=0.5, times=1))
+    summary = make_runner(spool_dir=tmp_path, upload_timeout=0.1).run()
+    assert (summary.batches_filled, summary.resumed_samples) == (3, left)
 
 
 def test_a_batch_that_cannot_be_read_ends_the_start_in_time(server: Any, make_runner: Any) -> None:

@@ -3,9 +3,14 @@
 import time
 from queue import Empty, Queue
 
+import httpx
 import pytest
+import tenacity
 
-from upweight.rollout import uploader
+from tests.fakes import Fault, calls_by_key
+from upweight.api_client import TokenFactory
+from upweight.rollout import RolloutRunner, uploader
+from upweight.rollout.exceptions import UploadFailed
 from upweight.rollout.messages import Broken, PlacesTaken, Uploaded
 from upweight.rollout.models import SampleGroup
 from upweight.rollout.spool import Spool
@@ -132,3 +137,43 @@ def test_a_bug_in_the_thread_is_told(server, upload):
     thread = upload()
     thread.put([wire(1)[0]._replace(version=None)])
     assert isinstance(thread._output.get(timeout=3), Broken)
+
+
+@pytest.mark.parametrize("limits", [{"upload_timeout": 0}, {"status_failure_timeout": 0}])
+def test_a_limit_of_failing_is_none_of_answers_that_take_their_time(server, make_runner, limits):
+    """Failures X10, H8: with a short limit each request had to be answered within it, or within 50 ms."""
+    server.faults += [Fault("/samples", delay=0.15, times=2), Fault("/status", delay=0.15, times=9)]
+    assert make_runner(num_batches=2, **limits).run().batches_filled == 2
+
+
+def test_without_time_for_failures_the_first_one_ends_the_run(server, make_runner):
+    """Failure X10."""
+    server.fail("/samples", 500, times=10**6)
+    with pytest.raises(UploadFailed, match="unsent after 0 s"):
+        make_runner(upload_timeout=0, shutdown_timeout=0.2).run()
+    assert server.count("POST", "/samples") == 1
+
+
+def test_failing_uploads_are_tried_again_after_growing_waits(server, upload, caplog):
+    """Failure X10; what the client itself does not repeat, so that only these waits are seen."""
+    server.fail("/samples", 302, times=4)
+    thread = upload(batch_size=4)
+    thread.put(wire(4))
+    assert settle(thread)
+    waits = [float(r.message.split("next try in ")[1].split()[0]) for r in caplog.records if "next try" in r.message]
+    assert len(waits) == 4
+    assert waits == sorted(waits)
+    assert waits[-1] == pytest.approx(0.4)
+    assert server.sizes() == {0: 4}
+
+
+def test_an_upload_may_take_longer_than_other_calls(server):
+    """Failure X10: inside a run uploads had the 5 s of other calls, so that one which takes longer could never end."""
+    server.faults.append(Fault("/samples", delay=0.6, times=10**6))
+    short = tenacity.wait_fixed(0.02)
+    with TokenFactory(
+        server.url, "k", tenacity_retry_wait=short, httpx_client_factory=lambda: httpx.Client(timeout=0.2)
+    ) as api:
+        settings = helpers.config(num_batches=1, upload_timeout=3)
+        summary = RolloutRunner(api, settings, helpers.rollout, helpers.Counting()).run()
+    assert (summary.batches_filled, max(calls_by_key(server).values())) == (1, 1)

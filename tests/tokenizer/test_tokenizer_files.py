@@ -118,3 +118,11 @@ def test_missing_and_damaged_files(tmp_path: Path, folder: Path) -> None:
     (folder / "tokenizer.json").write_text("{}")
     with pytest.raises(UnsupportedModel, match="cannot be read as a tokenizer"):
         Tokenizer.from_folder(folder)
+
+
+@pytest.mark.parametrize("given", ["</s>", [2, "x"], 1.5, [True]])
+def test_end_ids_that_are_none_are_named(folder: Path, given: Any) -> None:
+    """Among stop ids they would break a step of the engine."""
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": given}))
+    with pytest.raises(ModelError, match=r"eos_token_id holds .*, which is no token id"):
+        Tokenizer.from_folder(folder)

@@ -45,7 +45,7 @@ class TokenFactory:
 
     Raises:
         MissingAPIKeyError: no key, or a blank one.
-        ValueError: `base_url` has no http(s) scheme or no host.
+        ValueError: `base_url` has no http(s) scheme or no host, the key cannot stand in a header, `max_retries` is out of range.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class TokenFactory:
         self._base_url = _resolve_base_url(base_url)
         self._api_key = _resolve_api_key(api_key)
         self._factory = httpx_client_factory or httpx.Client
-        self._max_retries = max_retries
+        self._max_retries = _checked_retries(max_retries)
         self._wait = tenacity_retry_wait
         self._closed = False
         self._httpx_client: httpx.Client | None = self._factory()
@@ -112,7 +112,8 @@ class TokenFactory:
         is_inference = _INFERENCE_MARK in url
 
         def attempt() -> httpx.Response:
-            timeout = limited_timeout(client.timeout)
+            own = httpx.Timeout(kw["timeout"]) if "timeout" in kw else client.timeout
+            timeout = limited_timeout(own)
             limits = {} if timeout is None or is_inference else {"timeout": timeout}
             response = client.request(method, url, headers=headers, **{**kw, **limits})
             raise_for_status(response)
@@ -169,4 +170,17 @@ def _resolve_api_key(given: str | None) -> str:
     key = (given if given is not None else os.environ.get(API_KEY_ENV_VAR, "")).strip()
     if not key:
         raise MissingAPIKeyError(f"No API key: pass api_key or set {API_KEY_ENV_VAR}")
+    wrong = next((place for place, c in enumerate(key, 1) if not (" " <= c <= "~")), None)
+    if wrong is not None:  # told without the key, which httpx would show
+        source = "api_key" if given is not None else API_KEY_ENV_VAR
+        raise ValueError(
+            f"{source} cannot be sent: character {wrong} of {len(key)} (U+{ord(key[wrong - 1]):04X}) is no printable "
+            "ASCII; copy the key again"
+        )
     return key
+
+
+def _checked_retries(given: int) -> int:
+    if isinstance(given, bool) or not isinstance(given, int) or given < 0:
+        raise ValueError(f"max_retries is {given!r}; it must be a whole number from 0")
+    return given

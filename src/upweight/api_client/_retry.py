@@ -2,7 +2,7 @@
 
 Invariants
 1. An inference call is never repeated after a read time-out: the server may still be working on it.
-2. Inside `call_limits` no attempt starts and no wait lasts beyond the deadline, and a set `cancelled` ends every wait.
+2. Inside `call_limits` no attempt but the first starts and no wait lasts beyond the deadline, and a set `cancelled` ends every wait.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ JITTER = 0.2
 
 @dataclass(frozen=True)
 class CallLimits:
-    """`deadline` is a `time.monotonic()` value; `one_try` forbids repetitions."""
+    """`deadline` is a `time.monotonic()` value; `one_try` forbids repetitions; an attempt has `least` seconds all the same."""
 
     deadline: float | None = None
     cancelled: threading.Event | None = None
     one_try: bool = False
+    least: float = 0.05
 
     def seconds_left(self) -> float | None:
         return None if self.deadline is None else self.deadline - time.monotonic()
@@ -59,10 +60,14 @@ _limits: ContextVar[CallLimits] = ContextVar("call_limits", default=CallLimits()
 
 @contextmanager
 def call_limits(
-    *, deadline: float | None = None, cancelled: threading.Event | None = None, one_try: bool = False
+    *,
+    deadline: float | None = None,
+    cancelled: threading.Event | None = None,
+    one_try: bool = False,
+    least: float = CallLimits.least,
 ) -> Iterator[None]:
     """Bound all client calls of this thread inside the block by a deadline and a stop signal."""
-    token = _limits.set(CallLimits(deadline, cancelled, one_try))
+    token = _limits.set(CallLimits(deadline, cancelled, one_try, least))
     try:
         yield
     finally:
@@ -74,7 +79,7 @@ def limited_timeout(own: httpx.Timeout) -> httpx.Timeout | None:
     left = _limits.get().seconds_left()
     if left is None:
         return None
-    most = max(0.05, left)
+    most = max(_limits.get().least, left)
     each = {name: most if value is None else min(value, most) for name, value in own.as_dict().items()}
     return httpx.Timeout(**each)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from numbers import Integral, Real
 
 from upweight.errors import ConfigError, RequestError
 from upweight.inference.types import SamplingParams
@@ -23,11 +24,15 @@ def check_whole(name: str, value: int, least: int) -> None:
 
 
 def check_request(prompt_ids: Sequence[int], params: SamplingParams, vocab_size: int) -> None:
-    """`RequestError` names field, value and limit."""
+    """`RequestError` names field, value and limit. What passes breaks no step, which would fail the other rows of it as well."""
     if not len(prompt_ids):
         raise RequestError("the prompt is empty", field="prompt")
     _in_vocabulary("prompt", prompt_ids, vocab_size)
     _in_vocabulary("stop_ids", params.stop_ids, vocab_size)
+    for name in ("max_tokens", "min_tokens", "top_k", "rep_window", "top_logprobs"):
+        value = getattr(params, name)
+        if not isinstance(value, Integral) and not (value is None and name == "max_tokens"):
+            raise RequestError(f"{name} is {value!r}; it must be a whole number", field=name)
     _in_range("temperature", params.temperature, 0, MOST_TEMPERATURE)
     if 0 < params.temperature < LEAST_TEMPERATURE:  # logits over it would leave the range of float32
         raise RequestError(
@@ -58,6 +63,12 @@ def check_request(prompt_ids: Sequence[int], params: SamplingParams, vocab_size:
     _check_bias(params.logit_bias, vocab_size)
 
 
+def check_timeout(seconds: float | None) -> None:
+    """`RequestError` for what is no time that can pass; None = no limit."""
+    if seconds is not None and (not isinstance(seconds, Real) or not 0 <= seconds < math.inf):
+        raise RequestError(f"timeout is {seconds!r}; it must be a number of seconds from 0, or None", field="timeout")
+
+
 def _check_bias(pairs: Sequence[tuple[int, float]], vocab_size: int) -> None:
     if len(pairs) > MOST_BIASES:
         raise RequestError(f"logit_bias has {len(pairs)} entries; at most {MOST_BIASES}", field="logit_bias")
@@ -71,13 +82,18 @@ def _check_bias(pairs: Sequence[tuple[int, float]], vocab_size: int) -> None:
 
 
 def _in_vocabulary(field: str, ids: Sequence[int] | frozenset[int], vocab_size: int) -> None:
+    where = "" if field == "prompt" else f"{field}: "
+    other = next((i for i in ids if type(i) is not int and not isinstance(i, Integral)), 0)
+    if not isinstance(other, Integral):
+        raise RequestError(f"{where}{other!r} is no token id, which is a whole number", field=field)
     wrong = next((i for i in ids if not 0 <= i < vocab_size), None)
     if wrong is not None:
-        where = "" if field == "prompt" else f"{field}: "
         raise RequestError(f"{where}token id {wrong} is outside the vocabulary of {vocab_size}", field=field)
 
 
 def _in_range(field: str, value: float, low: float, high: float | None) -> None:
+    if not isinstance(value, Real):
+        raise RequestError(f"{field} is {value!r}; it must be a number", field=field)
     if not value >= low or (high is not None and value > high):
         bound = f"at least {low}" if high is None else f"from {low} to {high}"
         raise RequestError(f"{field} is {value}; it must be {bound}", field=field)

@@ -25,7 +25,7 @@ from typing import Any
 
 from upweight.errors import ConfigError, EngineError
 from upweight.inference.answer import AnswerText
-from upweight.inference.checks import check_request, check_whole
+from upweight.inference.checks import check_request, check_timeout, check_whole
 from upweight.inference.live import Live, guarded
 from upweight.inference.metrics import EngineMetrics, RequestTimes
 from upweight.inference.programs import token_bytes
@@ -168,6 +168,7 @@ class Engine:
         timeout: float | None = None,
     ) -> int:
         """Queues one completion and returns its id. `RequestError` names the field that is wrong, `EngineBusy` means later."""
+        check_timeout(timeout)
         self.check(prompt_ids, params)
         request = Request(
             id=next(_IDS),
@@ -303,7 +304,10 @@ class Engine:
         with self._watchdog.step():
             scored = self.runner.prefill(plan.prefill)
         self._take_scores(scored)
-        rows = self._constrained(plan.decode)
+        left = [
+            row for row in plan.decode if row.request.id in self._live
+        ]  # scores that are no numbers have failed theirs
+        rows = self._constrained(left)
         if rows:
             with self._watchdog.step():
                 drawn = self.runner.decode(rows)

@@ -155,7 +155,21 @@ def _ropes(raw: Mapping[str, Any], kind: str) -> tuple[RopeConfig, RopeConfig | 
         local = RopeConfig(theta=float(raw.get("rope_local_base_freq") or 10000.0))
     else:
         whole = local = _rope(found, raw, kind)
+    _check_older_entry(raw, whole, kind)
     return whole, local if local != whole else None
+
+
+def _check_older_entry(raw: Mapping[str, Any], whole: RopeConfig, kind: str) -> None:
+    """`rope_scaling` beside `rope_parameters`, as long contexts are switched on by hand: not to be passed over."""
+    older = raw.get("rope_scaling")
+    if not raw.get("rope_parameters") or not older or older == raw["rope_parameters"] or not isinstance(older, Mapping):
+        return
+    flat = older.get("full_attention", older) or {}
+    if _rope({"rope_theta": whole.theta, **flat}, raw, kind) != whole:
+        raise ModelError(
+            f"the model's config has rope_parameters {raw['rope_parameters']} and rope_scaling {older}, which differ: "
+            "leave out the one that does not hold"
+        )
 
 
 def _rope(found: Mapping[str, Any], raw: Mapping[str, Any], kind: str) -> RopeConfig:

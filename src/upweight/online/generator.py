@@ -16,6 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from upweight.inference import FinishReason, GenerationOutput, InferenceScheduler
+from upweight.inference.arguments import sampling_params
+from upweight.inference.checks import check_request
 from upweight.online.data import RawRollout, SamplingTransform
 from upweight.online.evaluation_mode import evaluation_mode
 from upweight.online.prompts import read_prompts
@@ -26,7 +28,10 @@ ANSWERED = (FinishReason.STOP, FinishReason.LENGTH)
 
 
 class RolloutGenerator:
-    """G responses for each prompt of a batch, with behaviour log-probs; knows nothing of rewards."""
+    """G responses for each prompt of a batch, with behaviour log-probs; knows nothing of rewards.
+
+    `ValueError` or `RequestError` names a setting that no rollout could be drawn with.
+    """
 
     def __init__(
         self,
@@ -49,6 +54,21 @@ class RolloutGenerator:
         for name, value in (("group_size", group_size), ("max_tokens", max_tokens)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} is {value!r}; it must be a whole number of at least 1")
+        check_request(
+            [0],
+            sampling_params(
+                1,
+                temperature=_given("temperature", temperature),
+                top_k=_given("top_k", top_k),
+                top_p=_given("top_p", top_p),
+                frequency_penalty=_given("frequency_penalty", frequency_penalty),
+                rep_window=_given("rep_window", rep_window),
+                min_tokens=_given("min_tokens", min_tokens),
+                seed=seed,
+                stop=stop,
+            )[0],
+            vocab_size=1,
+        )
         self.scheduler = scheduler
         self.tokenizer = tokenizer
         self.max_tokens = max_tokens
@@ -120,6 +140,13 @@ class RolloutGenerator:
         first = (self.seed << 32) + self._calls
         self._calls += count
         return list(range(first, first + count))
+
+
+def _given(name: str, value: Any) -> Any:
+    """None would mean the default of `run_batch`, which is another one than here."""
+    if value is None:
+        raise ValueError(f"{name} is None; give a number, or leave it out")
+    return value
 
 
 def _is_answered(output: GenerationOutput) -> bool:

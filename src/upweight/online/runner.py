@@ -27,8 +27,8 @@ class RolloutRunner:
     """
 
     def __init__(self, generator: RolloutGenerator, reward_model: BaseRewardModel, rollout_interval: int = 512) -> None:
-        if rollout_interval < 1:
-            raise ValueError(f"rollout_interval is {rollout_interval}; it must be at least 1")
+        if isinstance(rollout_interval, bool) or not isinstance(rollout_interval, int) or rollout_interval < 1:
+            raise ValueError(f"rollout_interval is {rollout_interval!r}; it must be a whole number of at least 1")
         self.generator = generator
         self.reward_model = reward_model
         self.rollout_interval = rollout_interval
@@ -45,6 +45,10 @@ class RolloutRunner:
         self._cache.clear()
 
     def __call__(self, batch: Mapping[str, Any]) -> tuple[RolloutResult, bool]:
+        if not isinstance(batch, Mapping):
+            raise ValueError(
+                f"batch is {type(batch).__name__}; it must be a mapping with 'messages', 'instruction' or 'prompts'"
+            )
         key = content_key(batch)
         kept = self._cache.get(key)
         if kept is not None:

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import uuid
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TOKEN_PREFIX = "token_id:"
+KEPT_BRIDGES = 64
+MOST_SAID = 8
 
 
 @dataclass(frozen=True)
@@ -107,7 +111,7 @@ class Conversation:
         if history not in ("verbatim", "template"):
             raise ValueError(f"history is {history!r}; it must be 'verbatim' or 'template'")
         self._context = context
-        self._bridge = _bridge_of(context, tools, render)
+        self._bridge = _bridges_of(context).get(render, tools, context)
         self._history = history
         self._end_ids = frozenset(end_ids)
         self._sampling = sampling
@@ -273,8 +277,7 @@ class Conversation:
     def _say_what_is_rewritten(self) -> None:
         if self._history == "template" or not (rewrites := self._bridge.rewrites):
             return
-        first = object()
-        if self._context.shared.setdefault(("rewrites said", id(self._bridge)), first) is first:
+        if _bridges_of(self._context).is_news(rewrites):
             logger.warning(
                 "The chat template of %s %s. Samples keep what was sampled, so later turns are trained after a history "
                 "that a chat server would show differently; history='template' follows the template and forks instead.",
@@ -341,8 +344,32 @@ class ServerRender:
         return Rendered(answer["token_ids"], answer["text"])
 
 
-def _bridge_of(context: RolloutContext, tools: Sequence[Message] | None, render: Render | None) -> TurnBridge:
-    """One bridge per context, template and list of tools, since examining a template costs some renders."""
-    key = ("bridge", id(render) if render is not None else None, repr(tools))
-    bridge: TurnBridge = context.shared.setdefault(key, TurnBridge(render or ServerRender(context), tools))
-    return bridge
+class _Bridges:
+    """The bridges of a context, since examining a template costs some renders: those used last, as tasks may each have tools of their own."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._bridges: OrderedDict[tuple[int, str], TurnBridge] = OrderedDict()
+        self._said: set[tuple[str, ...]] = set()
+
+    def get(self, render: Render | None, tools: Sequence[Message] | None, context: RolloutContext) -> TurnBridge:
+        key = id(render), repr(tools)  # a bridge keeps its render, so that no other gets its id meanwhile
+        with self._lock:
+            bridge = self._bridges.setdefault(key, TurnBridge(render or ServerRender(context), tools))
+            self._bridges.move_to_end(key)
+            if len(self._bridges) > KEPT_BRIDGES:
+                self._bridges.popitem(last=False)
+            return bridge
+
+    def is_news(self, rewrites: Sequence[str]) -> bool:
+        """Whether this was not said before; after some different ones nothing is news."""
+        with self._lock:
+            before = len(self._said)
+            if before < MOST_SAID:
+                self._said.add(tuple(rewrites))
+            return len(self._said) > before
+
+
+def _bridges_of(context: RolloutContext) -> _Bridges:
+    bridges: _Bridges = context.shared.setdefault("bridges", _Bridges())
+    return bridges

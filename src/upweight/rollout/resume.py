@@ -37,6 +37,8 @@ from upweight.rollout.validation import StampedSample
 
 logger = logging.getLogger(__name__)
 
+LEAST_TRY_S = 5.0  # for one request, however short the limit: an answer that takes its time is no failure
+
 
 def find_position(
     api_client: TokenFactory,
@@ -127,7 +129,9 @@ class SpoolSender:
         while self._left:
             what = f"Job {job_id}: sending {len(self._left)} samples of an earlier run"
             try:
-                step = tried_on(self._step, what=what, limit=self._plan.timeout, stopping=self._stopping)
+                step = tried_on(
+                    self._step, what=what, limit=self._plan.timeout, stopping=self._stopping, least=LEAST_TRY_S
+                )
             except (APIError, httpx.HTTPError, TimeoutError) as error:
                 unsent = [sample.to_wire() for sample in self._left]
                 raise UploadFailed(f"Job {job_id}: spooled samples were not sent: {error}", unsent) from error

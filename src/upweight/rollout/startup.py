@@ -75,10 +75,12 @@ def call_in_time(
     return results[0]
 
 
-def tried_on(call: Callable[[], R], *, what: str, limit: float | None, stopping: threading.Event) -> R:
+def tried_on(
+    call: Callable[[], R], *, what: str, limit: float | None, stopping: threading.Event, least: float = 0.0
+) -> R:
     """What `call()` returns, tried again after growing waits while its failure may pass.
 
-    `limit`: seconds of failing; None = for ever, 0 = one try. A 409 may pass too: it tells of a batch that was filled meanwhile.
+    `limit`: seconds of failing; None = for ever, 0 = one try; each try has `least` seconds all the same. A 409 may pass too: it tells of a batch that was filled meanwhile.
 
     Raises:
         Stopped: `stopping` was set.
@@ -89,8 +91,9 @@ def tried_on(call: Callable[[], R], *, what: str, limit: float | None, stopping:
     last: Exception | None = None
     wait = FIRST_WAIT_S
     while True:
+        end = None if deadline is None else max(deadline, time.monotonic() + least)
         try:
-            return call_in_time(call, what=what, deadline=deadline, stopping=stopping, one_try=limit == 0)
+            return call_in_time(call, what=what, deadline=end, stopping=stopping, one_try=limit == 0)
         except TimeoutError as error:
             raise last or error from None
         except (APIError, httpx.HTTPError) as error:

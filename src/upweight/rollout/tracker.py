@@ -30,6 +30,7 @@ from upweight.rollout.startup import Stopped, call_in_time
 logger = logging.getLogger(__name__)
 
 MIN_POLL_INTERVAL_S = 0.01
+LEAST_TRY_S = 5.0  # for one poll, however short the limit: an answer that takes its time is no failure
 
 
 def end_of_job(job_id: str, status: JobStatus) -> JobEnded | None:
@@ -139,7 +140,7 @@ class JobStatusTracker(threading.Thread):
         began = time.monotonic()
         give_up = None if self._failure_timeout is None else (self._failing_since or began) + self._failure_timeout
         try:
-            with call_limits(deadline=give_up, cancelled=self._stopping):
+            with call_limits(deadline=give_up, cancelled=self._stopping, least=LEAST_TRY_S):
                 status = self._api.v1alpha1.fine_tuning.jobs.get_runtime_status(job_id=self._job_id)
         except (APIError, httpx.HTTPError) as error:
             return self._note_failure(began, error)

@@ -51,6 +51,7 @@ logger = logging.getLogger(__name__)
 FIRST_WAIT_S = 1.0
 MAX_WAIT_S = 30.0
 COLLECT_S = 0.1
+LEAST_TRY_S = 5.0  # for one request, however short the limit: an answer that takes its time is no failure
 PARTS_OF_A_BATCH = 8
 
 
@@ -163,7 +164,7 @@ class Uploader(threading.Thread):
     def _try_step(self) -> None:
         deadline = (self._failing_since or time.monotonic()) + self._plan.timeout
         try:
-            with call_limits(deadline=deadline, cancelled=self._stopping):
+            with call_limits(deadline=deadline, cancelled=self._stopping, least=LEAST_TRY_S):
                 self._step()
             self._failing_since, self._failures, self.last_error = None, 0, None
         except (APIError, httpx.HTTPError) as error:

@@ -74,11 +74,14 @@ def _eos_ids(core: Tokenizer, named: dict[str, str], folder: Path) -> tuple[int,
     model = read_json(folder / "config.json")
     sources = (read_json(folder / "generation_config.json"), model, model.get("text_config") or {})
     listed = [token_id for source in sources for token_id in _as_list(source.get("eos_token_id"))]
+    wrong = next((i for i in listed if i is not None and (isinstance(i, bool) or not isinstance(i, int))), None)
+    if wrong is not None:
+        raise ModelError(f"{folder}: eos_token_id holds {wrong!r}, which is no token id: fetch the configs again")
     own = core.token_to_id(named["eos_token"]) if "eos_token" in named else None
     return unique_ids((*listed, own))
 
 
-def _as_list(value: Any) -> list[int]:
+def _as_list(value: Any) -> list[Any]:
     if value is None:
         return []
     return list(value) if isinstance(value, list) else [value]

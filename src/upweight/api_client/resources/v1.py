@@ -126,8 +126,15 @@ class Jobs(JobCollection):
             if job.status in FINAL_STATES:
                 return job
             if deadline is not None and time.monotonic() >= deadline:
-                raise TimeoutError(f"Job {job_id} is still {job.status} after {timeout} s")
-            time.sleep(poll_interval)
+                status = getattr(job.status, "value", job.status)  # unknown ones are plain text
+                raise TimeoutError(f"Job {job_id} is still {status} after {timeout} s")
+            time.sleep(poll_interval if deadline is None else max(0.0, min(poll_interval, deadline - time.monotonic())))
+
+    def wait_for_job(
+        self, *, job_id: str, timeout: float | None = None, poll_interval: float = 2.0
+    ) -> models.FineTuningJob:
+        """The same as `wait`."""
+        return self.wait(job_id=job_id, timeout=timeout, poll_interval=poll_interval)
 
     def get(self, *, job_id: str) -> models.FineTuningJob:
         return parse(models.FineTuningJob, self._client.get(self.endpoint(job_id=job_id)))
