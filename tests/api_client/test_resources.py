@@ -50,6 +50,9 @@ def test_endpoints(client, server):
     assert jobs.inference.openai.v1.endpoint(job_id="a") == f"{prefix}/a/inference/openai/v1"
     assert client.v1.fine_tuning.jobs.bare_endpoint() == f"{server.url}/v1/fine_tuning/jobs"
     assert (V1.PATH_SEGMENT, V1Alpha1.PATH_SEGMENT) == ("v1", "v1alpha1")
+    for other_place in ("", ".", ".."):
+        with pytest.raises(ValueError, match="job_id is"):
+            jobs.batches.endpoint(job_id=other_place)
 
 
 def test_rl_job_calls(client, server):

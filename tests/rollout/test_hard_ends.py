@@ -544,7 +544,7 @@ def test_odd_datasets(server: Any, make_runner: Any, kind: Any) -> None:
 
     runner = make_runner(dataset=Odd(), num_batches=None)
     if kind is None or kind == 5:
-        with pytest.raises(TypeError, match="not iterable"):
+        with pytest.raises(TypeError, match=rf"Odd.sample\(\d+\) returned {kind}, which is not iterable"):
             runner.run()
     else:
         assert runner.run().accepted == len(list(kind)) if not hasattr(kind, "__next__") else 3

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from queue import Queue, SimpleQueue
 from typing import Any
@@ -44,5 +44,9 @@ class DatasetFeeder(threading.Thread):
         if specs:
             return specs, None
         state = self._dataset.state() if has_cursor(self._dataset) else None
-        self._left = iter(self._dataset.sample(n))
+        drawn: Any = self._dataset.sample(n)
+        if not isinstance(drawn, Iterable):
+            name = type(self._dataset).__name__
+            raise TypeError(f"{name}.sample({n}) returned {drawn!r}, which is not iterable; return a list of tasks")
+        self._left = iter(drawn)
         return list(islice(self._left, n)), state

@@ -7,6 +7,8 @@ from urllib.parse import quote
 
 import httpx
 
+from upweight.errors import ConfigError
+
 
 class Client(Protocol):
     """What resources need of the client."""
@@ -39,6 +41,8 @@ class JobCollection(Resource):
         return super().endpoint()
 
     def endpoint(self, *, job_id: str) -> str:  # type: ignore[override]
+        if job_id in ("", ".", ".."):  # would be the path of something else
+            raise ConfigError(f"job_id is {job_id!r}; give the id of a job")
         return f"{self.bare_endpoint()}/{quote(job_id, safe='')}"
 
 
