@@ -127,3 +127,20 @@ def test_a_checkpoint_is_listed_promoted_and_asked(
         1,
         "error: checkpoint 'nonsense': an id that upweight jobs checkpoints shows is needed\n",
     )
+
+
+def test_a_job_starts_from_a_checkpoint(
+    upweight: Command, in_server_home: Path, trained_job: dict[str, Any], tiny_model_folder: Path
+) -> None:
+    (newest, *_) = upweight("jobs", "checkpoints", trained_job["id"], "--json").json()
+    options = ["--model", str(tiny_model_folder), "--batch-size", "2", "--from-checkpoint"]
+    created = upweight("jobs", "create", *options, newest["id"], "--json").json()
+    assert created["from_checkpoint"] == {
+        "type": "ft",
+        "checkpoint_id": newest["id"],
+        "job_id": trained_job["id"],
+        "step": newest["step_number"],
+    }
+    assert upweight("jobs", "cancel", created["id"]).code == 0
+    refused = upweight("jobs", "create", *options, "ftckpt-nowhere-1")
+    assert (refused.code, "from_checkpoint" in refused.err) == (1, True)

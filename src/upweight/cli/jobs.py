@@ -60,6 +60,10 @@ def create(
     method: Annotated[
         str | None, typer.Option(metavar="FILE|JSON", help="The method object; single options above beat it.")
     ] = None,
+    from_checkpoint: Annotated[
+        str | None,
+        typer.Option(metavar="CHECKPOINT", help="Start from the weights of an earlier job's checkpoint of this model."),
+    ] = None,
     suffix: Annotated[str | None, typer.Option(help="A short text that names the job.")] = None,
     show_key: Annotated[bool, typer.Option("--show-key", help="Print the API key itself, not where it is.")] = False,
     url: Url = None,
@@ -93,6 +97,7 @@ def create(
     made = method_object(method, settings, kind=type, has_file=training_file is not None)
     body = {"model": _model_for_server(model), "training_file": "", "method": made}
     body |= {"suffix": suffix} if suffix else {}
+    body |= {"from_checkpoint": {"type": "ft", "checkpoint_id": from_checkpoint}} if from_checkpoint else {}
     with session(url, key) as (client, place):
         if training_file is not None:
             body["training_file"] = training_file_id(client, training_file)
