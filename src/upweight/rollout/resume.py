@@ -32,12 +32,10 @@ from upweight.rollout.batches import (
 from upweight.rollout.config import RolloutConfig
 from upweight.rollout.exceptions import JobInitializationTimeout, UploadFailed
 from upweight.rollout.spool import Spool
-from upweight.rollout.startup import tried_on
+from upweight.rollout.startup import LEAST_TRY_S, tried_on
 from upweight.rollout.validation import StampedSample
 
 logger = logging.getLogger(__name__)
-
-LEAST_TRY_S = 5.0  # for one request, however short the limit: an answer that takes its time is no failure
 
 
 def find_position(

@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 R = TypeVar("R")
 
+LEAST_TRY_S = 5.0  # for one request, however short its limit: an answer that takes its time is no failure
 LOOK_EVERY_S = 0.05  # for a stop, while a call is under way
 FIRST_WAIT_S = 0.1
 MAX_WAIT_S = 10.0

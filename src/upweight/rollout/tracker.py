@@ -25,12 +25,11 @@ from upweight.rollout import waits
 from upweight.rollout.exceptions import JobInitializationTimeout, JobNotServing, JobUnavailable
 from upweight.rollout.messages import Broken, JobEnded
 from upweight.rollout.models import JobStatusUpdate
-from upweight.rollout.startup import Stopped, call_in_time
+from upweight.rollout.startup import LEAST_TRY_S, Stopped, call_in_time
 
 logger = logging.getLogger(__name__)
 
 MIN_POLL_INTERVAL_S = 0.01
-LEAST_TRY_S = 5.0  # for one poll, however short the limit: an answer that takes its time is no failure
 
 
 def end_of_job(job_id: str, status: JobStatus) -> JobEnded | None:

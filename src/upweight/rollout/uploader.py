@@ -44,6 +44,7 @@ from upweight.rollout.batches import (
 from upweight.rollout.exceptions import BatchSizeMismatch, UploadFailed
 from upweight.rollout.messages import Broken, PlacesTaken, Uploaded
 from upweight.rollout.spool import Spool
+from upweight.rollout.startup import LEAST_TRY_S
 from upweight.rollout.validation import StampedSample
 
 logger = logging.getLogger(__name__)
@@ -51,7 +52,6 @@ logger = logging.getLogger(__name__)
 FIRST_WAIT_S = 1.0
 MAX_WAIT_S = 30.0
 COLLECT_S = 0.1
-LEAST_TRY_S = 5.0  # for one request, however short the limit: an answer that takes its time is no failure
 PARTS_OF_A_BATCH = 8
 
 
