@@ -79,7 +79,7 @@ def checkpoint_answer(row: Row) -> dict[str, Any]:
     told = {"train_loss": row.metrics.get("loss"), "step": float(row.version)}
     told |= {theirs: row.metrics[ours] for ours, theirs in MEASURED.items() if ours in row.metrics}
     return {
-        "id": f"ftckpt-{row.job_id}-{row.version}",
+        "id": checkpoint_id_of(row.job_id, row.version),
         "object": "fine_tuning.job.checkpoint",
         "created_at": int(row.created_at),
         "fine_tuned_model_checkpoint": row.checkpoint,
@@ -89,8 +89,12 @@ def checkpoint_answer(row: Row) -> dict[str, Any]:
     }
 
 
+def checkpoint_id_of(job_id: str, version: object) -> str:
+    return f"ftckpt-{job_id}-{version}"
+
+
 def checkpoint_version(job_id: str, checkpoint_id: str) -> int:
-    number = checkpoint_id.removeprefix(f"ftckpt-{job_id}-")
+    number = checkpoint_id.removeprefix(checkpoint_id_of(job_id, ""))
     if not number.isdecimal() or len(number) > LONGEST_NUMBER:
         raise not_found("checkpoint", checkpoint_id)
     return int(number)

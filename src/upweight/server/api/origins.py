@@ -14,7 +14,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Row
 
-from upweight.server.api.job_answers import checkpoint_version
+from upweight.server.api.job_answers import checkpoint_id_of, checkpoint_version
 from upweight.server.home import sync_folder
 from upweight.server.refusals import Refusal, invalid
 from upweight.server.store import jobs, versions
@@ -36,7 +36,7 @@ class Origin:
     @property
     def kept(self) -> dict[str, Any]:
         """What the new job's row remembers and answers show."""
-        name = f"ftckpt-{self.job.id}-{self.version}"
+        name = checkpoint_id_of(self.job.id, self.version)
         return {"type": "ft", "checkpoint_id": name, "job_id": self.job.id, "step": self.version}
 
 
@@ -58,7 +58,7 @@ def check_shape(given: object) -> None:
 
 def find(connection: Connection, project: str, given: dict[str, Any], model: str) -> Origin:
     """Raises Refusal 422 when there is no such checkpoint, or `model` is not what its job was trained from."""
-    name = given.get("checkpoint_id") or f"ftckpt-{given['job_id']}-{given['step']}"
+    name = given.get("checkpoint_id") or checkpoint_id_of(given["job_id"], given["step"])
     job_id = given.get("job_id") or name.removeprefix("ftckpt-").rpartition("-")[0]
     try:
         job = jobs.get_job(connection, job_id, project)
