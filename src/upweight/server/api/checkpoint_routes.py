@@ -84,7 +84,7 @@ async def promote(request: Request, checkpoint_id: str, job: JobOf, parts: Parts
     added = {"model_id": model_id, "name": name, "job": job, "version": row.version, "path": str(folder)}
     try:
         made = await parts.database.write(lambda c: models.add_model(c, fingerprint=row.fingerprint, **added))
-    except Exception:
+    except Exception:  # whatever it is goes on; no folder stays behind that no row names
         await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
         raise
     return model_answer(made)

@@ -42,9 +42,8 @@ class Parts:
     projects: dict[str, tuple[str, float]] = field(default_factory=dict)  # hash of a key → its project, when read
     contacts: Contacts = field(default_factory=Contacts)
     reader: UploadReader = field(default_factory=UploadReader)
-    needs_task: dict[tuple[str, str], bool] = field(
-        default_factory=dict
-    )  # (project, job) → whether samples name their group
+    # (project, job) → whether its samples must name their groups; it never changes
+    needs_task: dict[tuple[str, str], bool] = field(default_factory=dict)
     exporting: asyncio.Lock = field(default_factory=asyncio.Lock)  # each export is a process that holds a model
     parsing: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))
     # Apart from `parsing`: no upload of samples waits for a training file to be checked.

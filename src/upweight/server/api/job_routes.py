@@ -76,7 +76,7 @@ async def create(request: Request, parts: PartsOf, project: ProjectOf) -> dict[s
         if wanted.integrations:
             await asyncio.to_thread(integrations.keep, wanted.integrations, folder)
         answer, is_new = await write_once(request, project, body, effect)
-    except Exception:
+    except Exception:  # whatever it is goes on; no folder stays behind of a job that does not exist
         await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
         raise
     if not is_new:
