@@ -13,6 +13,7 @@ import time
 import psutil
 import pytest
 
+from upweight.errors import ServerError
 from upweight.server.api.reading import UploadReader
 from upweight.server.api.uploads import parse_upload
 from upweight.server.refusals import Refusal
@@ -71,6 +72,19 @@ def test_an_upload_outlives_the_process_that_reads_it_and_a_request_that_goes_aw
             await reader.close()
 
     asyncio.run(run())
+
+
+def test_one_that_cannot_start_fails_its_upload_and_leaves_no_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+
+    async def run() -> int:
+        reader = UploadReader()
+        before = psutil.Process().num_fds()
+        with pytest.raises(ServerError, match="uploads"):
+            await reader.read(body(), True)
+        return psutil.Process().num_fds() - before
+
+    assert asyncio.run(run()) == 0
 
 
 def test_it_ends_when_its_server_is_killed() -> None:

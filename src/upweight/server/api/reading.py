@@ -70,13 +70,17 @@ class UploadReader:
 
     async def _start(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         mine, other = socket.socketpair()
-        with other:
-            command = [sys.executable, "-m", "upweight.server.api.reading", str(other.fileno())]
-            # A session of its own: Ctrl-C in a terminal is for the server.
-            self._process = await asyncio.create_subprocess_exec(
-                *command, pass_fds=[other.fileno()], start_new_session=True
-            )
-        self._streams = await asyncio.open_connection(sock=mine)
+        try:
+            with other:
+                command = [sys.executable, "-m", "upweight.server.api.reading", str(other.fileno())]
+                # A session of its own: Ctrl-C in a terminal is for the server.
+                self._process = await asyncio.create_subprocess_exec(
+                    *command, pass_fds=[other.fileno()], start_new_session=True
+                )
+            self._streams = await asyncio.open_connection(sock=mine)
+        except BaseException:
+            mine.close()
+            raise
         return self._streams
 
 
