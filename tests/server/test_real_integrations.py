@@ -27,25 +27,7 @@ ROWS = [
     {"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": "blue"}]}
     for q in ("sky", "the sea", "an eye", "what color?")
 ]
-READ_WANDB = """
-import json, pathlib, struct, sys
-from wandb.proto.wandb_internal_pb2 import Record
-rows = []
-for path in sorted(pathlib.Path(sys.argv[1]).glob("wandb/offline-run-*/run-*.wandb")):
-    data, at, whole = path.read_bytes(), 7, b""  # 7 bytes of file header, then LevelDB's log format
-    while at + 7 <= len(data):
-        if 32768 - at % 32768 < 7:
-            at += 32768 - at % 32768
-        _, length, kind = struct.unpack_from("<IHB", data, at)
-        whole += data[at + 7 : at + 7 + length]
-        at += 7 + length
-        if kind in (1, 4):  # a whole record, or the last part of one
-            record, whole = Record.FromString(whole), b""
-            if record.WhichOneof("record_type") == "history":
-                items = record.history.item
-                rows.append({item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items})
-print(json.dumps(rows))
-"""
+READ_WANDB = Path(__file__).parents[1].joinpath("wandb_rows.py").read_text()
 READ_MLFLOW = """
 import json, mlflow, sys
 client = mlflow.MlflowClient(sys.argv[1])

@@ -25,6 +25,7 @@ for step, loss in enumerate([1.5, 0.75, 0.5]):
     tracked.on_batch_end(None, step, {{"total_loss": loss, "grad_norm": 2.0 * loss, "note": "text"}})
 tracked.on_train_end(None)
 """
+WANDB_ROWS = Path(__file__).parents[2] / "wandb_rows.py"
 EXPECTED = [[0, 1.5], [1, 0.75], [2, 0.5]]
 
 
@@ -33,7 +34,7 @@ def run(make: str, read: str, folder: Path, **variables: str) -> Any:
     environment = os.environ | {"WANDB_SILENT": "true", "HF_HUB_OFFLINE": "1"} | variables
     said = ""
     for code in (LOOP.format(make=make), read):
-        command = [sys.executable, "-c", code]
+        command = [sys.executable, "-c", code, "."]
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
         assert done.returncode == 0, done.stderr[-3000:]
         said = done.stdout
@@ -71,26 +72,8 @@ print(json.dumps([run.info.run_name, run.info.status, run.data.params, run.data.
 
 def test_wandb_keeps_an_offline_run(tmp_path: Path) -> None:
     make = 'c.WandbLoggerCallback(c.WandbLoggerConfig("tests", name="first", mode="offline", log_dir=".", config={"rate": 0.1}))'
-    read = """
-import json, pathlib, struct
-from wandb.proto.wandb_internal_pb2 import Record
-(path,) = pathlib.Path("wandb").glob("offline-run-*/run-*.wandb")
-data, at, whole, rows = path.read_bytes(), 7, b"", []  # 7 bytes of file header, then LevelDB's log format
-assert data.startswith(b":W&B")
-while at + 7 <= len(data):
-    if 32768 - at % 32768 < 7:
-        at += 32768 - at % 32768
-    _, length, kind = struct.unpack_from("<IHB", data, at)
-    whole += data[at + 7 : at + 7 + length]
-    at += 7 + length
-    if kind in (1, 4):  # a whole record, or the last part of one
-        record, whole = Record.FromString(whole), b""
-        if record.WhichOneof("record_type") == "history":
-            items = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
-            rows.append([items["_step"], items["total_loss"]])
-print(json.dumps(rows))
-"""
-    assert run(make, read, tmp_path) == EXPECTED
+    rows = run(make, WANDB_ROWS.read_text(), tmp_path)
+    assert [[row["_step"], row["total_loss"]] for row in rows] == EXPECTED
 
 
 def test_trackio_keeps_a_local_run(tmp_path: Path) -> None:
