@@ -7,8 +7,9 @@ import sqlite3
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -137,6 +138,39 @@ def test_uploads_taken_together_leave_what_they_leave_one_by_one(
         kept_now = database.read_now(lambda c, job=job: kept.read(c, job))
         found.append((str(told(outcomes)).replace(job, ""), rows, job_now.filled_batches, kept_now))
     assert found[0] == found[1]
+
+
+def test_uploads_that_wait_for_the_writer_are_taken_together(
+    database: Database, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """More rows than one statement has places for, each as it was sent."""
+    settings = {"batch_size": 100, "num_batches": 1}
+    more: dict[str, Any] = {"model": "m", "model_path": "/m", "request": {}, "settings": settings}
+    job = database.submit(lambda c: jobs.create_job(c, project="p", **more)).result().id
+    open_batch(database, job, 0)
+    taken: list[int] = []
+    take = Upload.together
+
+    def counted(self: Upload, connection: Connection, uploads: list[Upload]) -> object:
+        taken.append(len(uploads))
+        return take(self, connection, uploads)
+
+    monkeypatch.setattr(Upload, "together", counted)
+    gate = threading.Event()
+    held = database.submit(lambda c: gate.wait(20))
+    sent = [replace(packed(f"s{i}", reward=i / 7), metadata={"at": f"{i} \u20ac"}) for i in range(70)]
+    futures = [
+        database.submit(Upload(job_id=job, project="p", batch_index=0, samples=sent[start : start + 7]))
+        for start in range(0, 70, 7)
+    ]
+    gate.set()
+    assert held.result()
+    assert [future.result()["sample_count"] for future in futures] == list(range(7, 77, 7))
+    assert taken == [10]
+    assert not caplog.records
+    names = [field.name for field in fields(NewSample)]
+    rows = database.read_now(lambda c: [tuple(getattr(row, name) for name in names) for row in _rows(c, job)])
+    assert rows == [tuple(vars(sample).values()) for sample in sent]
 
 
 def test_an_upload_that_breaks_beside_others_breaks_alone(database: Database) -> None:

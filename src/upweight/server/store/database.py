@@ -13,8 +13,10 @@ from __future__ import annotations
 import asyncio
 import functools
 import itertools
+import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -35,6 +37,8 @@ from upweight.server.store.engines import (
     open_engine,
     take_alone,
 )
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Operation = Callable[[Connection], T]
@@ -57,6 +61,7 @@ class Joint(Protocol):
 Outcome = tuple[Any, Exception | None]
 
 LARGEST_GROUP = 128
+GATHER_SECONDS = 0.002  # that the writer waits for company where there was some a moment ago: a commit takes as long
 
 
 class Database:
@@ -139,14 +144,18 @@ class Database:
 
     def _run(self) -> None:
         with self._writer.connect() as connection:
+            had_company = False
             while (order := self._orders.get()) is not None:
                 group = [order]
+                if had_company:
+                    time.sleep(GATHER_SECONDS)
                 while len(group) < LARGEST_GROUP and not self._orders.empty():
                     following = self._orders.get()
                     if following is None:
                         self._orders.put(None)
                         break
                     group.append(following)
+                had_company = len(group) > 1
                 mend(connection)
                 _commit(connection, group)
 
@@ -183,15 +192,19 @@ def _outcomes(connection: Connection, operations: list[Operation[Any]]) -> list[
     """Of all operations, in order."""
     found: list[Outcome] = []
     for _, neighbours in itertools.groupby(operations, lambda one: one.kind if isinstance(one, Joint) else one):
-        several = list(neighbours)
-        first = several[0]
-        if len(several) > 1 and isinstance(first, Joint):
-            results, problem = _attempt(connection, functools.partial(first.together, operations=several))
-            if problem is None and results is not None:
+        several: list[Any] = list(neighbours)
+        if len(several) > 1 and isinstance(several[0], Joint):
+            results, problem = _attempt(connection, functools.partial(_together, several))
+            if results is not None:
                 found += [(None, one) if isinstance(one, Exception) else (one, None) for one in results]
                 continue
+            log.warning("%d operations cannot be done together, one by one now: %r", len(several), problem)
         found += [_attempt(connection, operation) for operation in several]
     return found
+
+
+def _together(several: Sequence[Joint], connection: Connection) -> Sequence[Any]:
+    return several[0].together(connection, several)
 
 
 def _attempt(connection: Connection, operation: Operation[T]) -> tuple[T | None, Exception | None]:

@@ -14,12 +14,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, bindparam, insert, select
+from sqlalchemy import Connection, bindparam, select
 from sqlalchemy.exc import IntegrityError
 
 from upweight.server.refusals import Refusal, not_found
 from upweight.server.store import counts, repeats, schema
 from upweight.server.store.batches import answer_of, get_batch, refuse_if_closed, set_count
+from upweight.server.store.bulk import insert_many
 from upweight.server.store.jobs import Job, get_job
 from upweight.server.store.rows import NewSample
 
@@ -29,7 +30,6 @@ IDS_PER_QUERY = 500
 _GET_HASHES = select(schema.samples.c.id, schema.samples.c.content_hash).where(
     schema.samples.c.job_id == bindparam("the_job"), schema.samples.c.id.in_(bindparam("ids", expanding=True))
 )
-_INSERT_SAMPLES = insert(schema.samples)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +125,7 @@ class _Filling:
             return
         common = {"job_id": self._job.id, "batch_index": self._index}
         try:
-            connection.execute(_INSERT_SAMPLES, [common | vars(sample) for sample in self._new])
+            insert_many(connection, schema.samples, [common | vars(sample) for sample in self._new])
         except IntegrityError as error:
             raise Refusal(422, f"a sample cannot be stored: {error.orig}") from error
         counts.add(connection, self._job.id, {"accepted": len(self._new)})
