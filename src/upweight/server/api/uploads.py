@@ -6,14 +6,13 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import msgspec
 import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from upweight.server.api.quick_uploads import LARGEST_TOKEN, read_quickly
 from upweight.server.refusals import Refusal, problem
 from upweight.server.store.rows import LARGEST_FLOAT32, NewSample, is_finite32, pack_sample
 
-LARGEST_TOKEN = 2**31 - 1
 MOST_PROBLEMS = 20  # an answer lists the first ones
 
 
@@ -35,19 +34,15 @@ class Upload(BaseModel):
     samples: list[UploadedSample]
 
 
-# The same fields for the quickest decoder there is, which stops at the first fault. A body that it refuses is read again by the
-# models above, which tell all faults and where they are.
-_FIELDS = [(name, field.annotation) for name, field in UploadedSample.model_fields.items()]
-_QUICK_SAMPLE = msgspec.defstruct("_QuickSample", _FIELDS)
-_DECODER: Any = msgspec.json.Decoder(msgspec.defstruct("_QuickUpload", [("samples", list[_QUICK_SAMPLE])]))  # type: ignore[valid-type]
-
-
 def parse_upload(body: bytes, needs_task: bool) -> list[NewSample]:
     """Samples of an upload's body. `needs_task`: each must name its group. Raises Refusal 422."""
-    try:
-        samples: list[UploadedSample] = _DECODER.decode(body).samples
-    except (msgspec.MsgspecError, ValueError, RecursionError):
-        samples = _read_patiently(body)
+    quickly = read_quickly(body, needs_task)
+    return read_patiently(body, needs_task) if quickly is None else quickly
+
+
+def read_patiently(body: bytes, needs_task: bool) -> list[NewSample]:
+    """All faults are found, and where they are."""
+    samples = _models(body)
     problems: list[dict[str, Any]] = []
     packed = []
     for position, sample in enumerate(samples):
@@ -64,7 +59,7 @@ def parse_upload(body: bytes, needs_task: bool) -> list[NewSample]:
     return packed
 
 
-def _read_patiently(body: bytes) -> list[UploadedSample]:
+def _models(body: bytes) -> list[UploadedSample]:
     try:
         return Upload.model_validate_json(body).samples
     except ValidationError as error:

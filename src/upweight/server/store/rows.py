@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import struct
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,9 @@ from numpy.typing import ArrayLike
 
 UNKNOWN_VERSION = -1  # of a token that no completion of the job explains
 LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
+
+_FLOAT64 = struct.Struct("<d")
+_SORTED = json.JSONEncoder(sort_keys=True, separators=(",", ":"))  # made once: making it takes longer than using it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,20 +45,43 @@ def pack_sample(
     debug_info: dict[str, Any],
 ) -> NewSample:
     exact = np.asarray(logprobs, dtype="<f8")
-    tokens = np.asarray(token_ids, dtype="<i4")
-    trained = np.asarray(mask, dtype="u1")
+    return join_sample(
+        id=id,
+        token_ids=np.asarray(token_ids, dtype="<i4").tobytes(),
+        exact_logprobs=exact.tobytes(),
+        logprobs=exact.astype("<f4").tobytes(),
+        mask=np.asarray(mask, dtype="u1").tobytes(),
+        reward=reward,
+        metadata=metadata,
+        debug_info=debug_info,
+    )
+
+
+def join_sample(
+    *,
+    id: str,
+    token_ids: bytes,
+    exact_logprobs: bytes | memoryview,
+    logprobs: bytes,
+    mask: bytes,
+    reward: float,
+    metadata: dict[str, str],
+    debug_info: dict[str, Any],
+) -> NewSample:
+    """A sample of arrays as `NewSample` holds them. `exact_logprobs`: float64, as the client sent them."""
     raw = debug_info.get("reward")
     task = debug_info.get("task_id")
-    digest = hashlib.sha256()
-    for part in (tokens.tobytes(), exact.tobytes(), trained.tobytes(), np.float64(reward).tobytes()):
-        digest.update(len(part).to_bytes(8, "little") + part)
-    digest.update(json.dumps([metadata, debug_info], sort_keys=True, separators=(",", ":")).encode())
+    described = _SORTED.encode([metadata, debug_info]).encode()
+    parts = [token_ids, exact_logprobs, mask, _FLOAT64.pack(reward)]
+    counted = [piece for part in parts for piece in (len(part).to_bytes(8, "little"), part)]
+    # In one piece: each large one would give the GIL away, and wait for it again.
+    content_hash = hashlib.sha256(b"".join([*counted, described])).digest()
     return NewSample(
         id=id,
-        content_hash=digest.digest(),
-        token_ids=tokens.tobytes(),
-        logprobs=exact.astype("<f4").tobytes(),
-        mask=trained.tobytes(),
+        content_hash=content_hash,
+        token_ids=token_ids,
+        logprobs=logprobs,
+        mask=mask,
         reward=float(reward),
         metadata=metadata,
         debug_info=debug_info,
