@@ -10,10 +10,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import gc
 import logging
 import os
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -32,6 +34,10 @@ from upweight.server.settings import Settings
 from upweight.server.store.database import Database
 
 REQUEST_GRACE = 1  # seconds
+SWITCH_SECONDS = (
+    0.0002  # that a thread keeps the interpreter while others want it: the writer and readers of the store do
+)
+COLLECT_AFTER = 5000  # new objects
 
 
 @dataclass(frozen=True)
@@ -80,6 +86,7 @@ def run(
         log_level="warning",
         access_log=False,
         lifespan="on",
+        proxy_headers=False,
         timeout_graceful_shutdown=REQUEST_GRACE,
         timeout_keep_alive=75,
     )
@@ -108,6 +115,14 @@ def _check_store(home: Home, store: str | None) -> None:
         home.unlock()
 
 
+def _answer_quickly() -> None:
+    """No call waits long for the interpreter, nor for a garbage collection that looks through all modules again."""
+    sys.setswitchinterval(SWITCH_SECONDS)
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(COLLECT_AFTER)
+
+
 class _Server(uvicorn.Server):
     """Tells when it listens, and leaves signals to `_serve`."""
 
@@ -118,6 +133,7 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets=sockets)
         if self.started:
+            _answer_quickly()
             self._ready()
 
     @contextlib.contextmanager

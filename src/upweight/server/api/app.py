@@ -55,6 +55,7 @@ def create_app(settings: Settings, *, resolve_model: ResolveModel | None = None)
         openapi_url="/openapi.json",
     )
     errors.install(app)
+    app.include_router(rl_routes.uploads)  # first: routes are looked through in order, and it is asked most often
     for module in (
         page,
         health,

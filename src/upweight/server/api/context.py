@@ -14,6 +14,7 @@ from fastapi import Depends, Request
 from sqlalchemy import Connection
 
 from upweight.server.api.reading import UploadReader
+from upweight.server.api.turns import Turns
 from upweight.server.contacts import Contacts
 from upweight.server.home import Home
 from upweight.server.rates import Rates
@@ -44,6 +45,7 @@ class Parts:
     reader: UploadReader = field(default_factory=UploadReader)
     # (project, job) → whether its samples must name their groups; it never changes
     needs_task: dict[tuple[str, str], bool] = field(default_factory=dict)
+    upload_turns: Turns = field(default_factory=Turns)
     exporting: asyncio.Lock = field(default_factory=asyncio.Lock)  # each export is a process that holds a model
     parsing: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))
     # Apart from `parsing`: no upload of samples waits for a training file to be checked.
