@@ -1,9 +1,9 @@
 """Load from a process of its own: uploads that were encoded before, over keep-alive connections; or status calls one by one.
 
-    python -m benchmarks.server.load uploads URL KEY PATH --requests 1600 --samples 8 --tokens 512 --connections 100
+    python -m benchmarks.server.load uploads URL KEY PATH --requests 6400 --samples 8 --tokens 512 --connections 100
     python -m benchmarks.server.load status URL KEY PATH --seconds 10
 
-Prints JSON. The client is bare sockets: an HTTP library would take more of the machine than the server.
+Prints JSON; `uploads` prints an empty line before, when all is encoded and the first request goes out. The client is bare sockets: an HTTP library would take more of the machine than the server.
 """
 
 from __future__ import annotations
@@ -70,6 +70,7 @@ async def send(url: str, made: list[bytes], connections: int) -> float:
 
 def uploads(options: argparse.Namespace) -> dict[str, Any]:
     made = requests(options.url, options.key, options.path, options.requests, options.samples, options.tokens)
+    print(flush=True)
     seconds = asyncio.run(send(options.url, made, options.connections))
     samples = options.requests * options.samples
     return {
@@ -107,7 +108,7 @@ def main() -> None:
     parser.add_argument("what", choices=["uploads", "status"])
     for name in ("url", "key", "path"):
         parser.add_argument(name)
-    parser.add_argument("--requests", type=int, default=1600)
+    parser.add_argument("--requests", type=int, default=6400)
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--connections", type=int, default=100)

@@ -1,9 +1,9 @@
 """The job server under load, beside its floors in the same run; and its calls with a thousand and a million stored samples.
 
-    python -m benchmarks.server.run [--requests 1600] [--tokens 512] [--stored 1000000] [--rounds 3]
+    python -m benchmarks.server.run [--sizes 1,8,32] [--samples 51200] [--tokens 512] [--stored 1000000] [--rounds 3]
 
-JSON on standard output. `uploads`: samples per second that 100 connections bring in (8 samples a request, each answered after its
-commit), against an echo route on the same protocol stack and raw `executemany` of the same rows. `status`: milliseconds of a status
+JSON on standard output. `uploads`: by samples a request, the samples per second that 100 connections bring in (each request answered
+after its commit), against an echo route on the same protocol stack and raw `executemany` of the same rows. `status`: milliseconds of a status
 call, idle and under that load. `stored`: milliseconds of the calls behind the page and the lists, and the CPU seconds of a start,
 with few and with many samples (short ones, 8 tokens: said in `tokens`). No job runs: the worker is a program that sleeps.
 """
@@ -93,19 +93,22 @@ def new_job(http: httpx.Client, model: Path, batch_size: int) -> str:
     return str(job)
 
 
-def one_round(folder: Path, model: Path, options: argparse.Namespace) -> dict[str, Any]:
-    sizes = {"requests": options.requests, "tokens": options.tokens}
+def one_round(folder: Path, model: Path, size: int, options: argparse.Namespace) -> dict[str, Any]:
+    """`size`: samples a request."""
+    total = options.samples if size > 1 else options.samples // 4
+    sizes = {"requests": total // size, "samples": size, "tokens": options.tokens}
     rows = [sys.executable, "-m", "benchmarks.server.floors", "rows", str(folder), f"--tokens={options.tokens}"]
-    rows_floor = json.loads(subprocess.check_output([*rows, f"--samples={8 * options.requests}"]))
+    rows_floor = json.loads(subprocess.check_output([*rows, f"--samples={total}"]))
     echo_floor = echo(folder, sizes)
     with server(folder / "home") as (url, key, process):
         with httpx.Client(base_url=url, headers={"Authorization": f"Bearer {key}"}, timeout=60) as http:
-            job = new_job(http, model, 10 * 8 * options.requests)
+            job = new_job(http, model, 10 * total)
         status = f"/v1alpha1/fine_tuning/jobs/{job}/status"
         idle = told(load("status", url, key, status, seconds=5))
         before = sum(process.cpu_times()[:2])
         uploads = load("uploads", url, key, f"/v1alpha1/fine_tuning/jobs/{job}/batches/0/samples", **sizes)
-        time.sleep(1.5)  # the bodies are being encoded
+        assert uploads.stdout is not None
+        uploads.stdout.readline()  # all is encoded
         busy = told(load("status", url, key, status, seconds=options.busy_seconds))
         reached = told(uploads)
         cpu = sum(process.cpu_times()[:2]) - before
@@ -133,8 +136,8 @@ def echo(folder: Path, sizes: dict[str, int]) -> dict[str, Any]:
 
 def stored(folder: Path, model: Path, count: int) -> dict[str, Any]:
     """Milliseconds (median of 15) of the calls, and the start, with `count` samples of a paused job."""
-    home = folder / f"home{count}"
-    home.mkdir()
+    home = folder / "home"
+    home.mkdir(parents=True)
     settings = {
         "batch_size": BATCH,
         "num_batches": None,
@@ -178,10 +181,13 @@ def stored(folder: Path, model: Path, count: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=1600, help="of 8 samples each")
+    parser.add_argument("--sizes", default="1,8,32", help="samples a request")
+    parser.add_argument(
+        "--samples", type=int, default=51_200, help="a round; a quarter of them where each is a request"
+    )
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--busy-seconds", type=float, default=4.0)
+    parser.add_argument("--busy-seconds", type=float, default=3.0)
     parser.add_argument("--stored", type=int, default=1_000_000, help="0 = leave that part out")
     options = parser.parse_args()
     result: dict[str, Any] = {"python": platform.python_version(), "cpus": os.cpu_count(), "load": os.getloadavg()[0]}
@@ -189,15 +195,18 @@ def main() -> None:
     try:
         model = folder / "model.gguf"
         model.write_bytes(b"x")
-        rounds = []
+        rounds: dict[int, list[dict[str, Any]]] = {int(size): [] for size in options.sizes.split(",")}
         for number in range(options.rounds):
-            (place := folder / str(number)).mkdir()
-            rounds.append(one_round(place, model, options))
-            shutil.rmtree(place)
+            for size, made in rounds.items():
+                (place := folder / f"{number}-{size}").mkdir()
+                made.append(one_round(place, model, size, options))
+                shutil.rmtree(place)
         result["rounds"] = rounds
-        result["uploads"] = figures(rounds)
+        result["uploads"] = {size: figures(made) for size, made in rounds.items()}
         if options.stored:
-            few, many = stored(folder, model, 1000), stored(folder, model, options.stored)
+            few, many = (
+                stored(folder / name, model, count) for name, count in (("few", 1000), ("many", options.stored))
+            )
             ratios = {name: many["ms"][name] / few["ms"][name] for name in CALLS}
             result["stored"] = {"few": few, "many": many, "ratios": ratios, "largest_ratio": max(ratios.values())}
     finally:
