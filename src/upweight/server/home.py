@@ -8,6 +8,7 @@ Invariants:
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -19,6 +20,8 @@ from typing import Any
 
 from upweight.errors import ServerError, StoreError
 
+# What a full or forbidden disk answers: nobody's bug, and it may be mended while the server runs.
+NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM})
 QUANTISED_TO_FULL = 6  # a GGUF file of 4 to 6 bits per parameter is trained in 32
 
 

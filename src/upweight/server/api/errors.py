@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 from typing import Any
 
@@ -15,12 +14,12 @@ from starlette.requests import ClientDisconnect
 from upweight.errors import StoreError
 from upweight.server.ascii_json import AsciiJSON
 from upweight.server.error_bodies import anthropic_error_body, error_body, is_anthropic, reads_error_objects
+from upweight.server.home import NO_ROOM
 from upweight.server.reasons import reason_header
 from upweight.server.refusals import Refusal
 
 log = logging.getLogger(__name__)
 
-NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM})
 RETRY_AFTER = {503: "2", 429: "1"}  # seconds
 
 

@@ -130,6 +130,28 @@ def set_state(connection: Connection, job_id: str, job_status: str, reason: str 
     return changed.rowcount == 1
 
 
+def cancel(connection: Connection, job_id: str) -> bool:
+    """False if the job is over already."""
+    if not set_state(connection, job_id, "cancelled", "cancelled by request"):
+        return False
+    add_event(connection, job_id, "job cancelled by request")
+    return True
+
+
+def fail(connection: Connection, job_id: str, code: str, message: str) -> None:
+    """`code` names the kind of failure in the answer's error object. A job that is over stays as it is."""
+    if not set_state(connection, job_id, "failed", message):
+        return
+    set_fields(connection, job_id, error={"code": code, "message": message, "param": None})
+    add_event(connection, job_id, f"job failed: {message}", level="error", data={"code": code})
+
+
+def succeed(connection: Connection, job_id: str, why: str, weights: str) -> None:
+    """`weights`: the folder that they lie in."""
+    set_fields(connection, job_id, weights=weights)
+    set_state(connection, job_id, "succeeded", why)
+
+
 def pause(connection: Connection, job_id: str) -> None:
     """Raises Refusal 409 if the job is over."""
     if not _is_paused(connection, job_id):
