@@ -17,7 +17,6 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
 import uvicorn
@@ -26,7 +25,7 @@ from upweight.errors import ServerError
 from upweight.server.api.app import create_app
 from upweight.server.api.context import ResolveModel
 from upweight.server.home import Home
-from upweight.server.log_lines import LogFormat, formatter
+from upweight.server.log_lines import LogFile, LogFormat
 from upweight.server.reasons import ReasonProtocol
 from upweight.server.settings import Settings
 from upweight.server.store.database import Database
@@ -92,10 +91,8 @@ def run(
 
 def _log_to(home: Home, log_format: LogFormat) -> None:
     """What the server does goes to logs/server.log; keys and bodies are never logged."""
-    handler = RotatingFileHandler(home.logs / "server.log", maxBytes=10_000_000, backupCount=3)
-    handler.setFormatter(formatter(log_format))
     root = logging.getLogger("upweight.server")
-    root.addHandler(handler)
+    root.addHandler(LogFile(home.logs / "server.log", log_format))
     root.setLevel(logging.INFO)
 
 

@@ -109,7 +109,7 @@ async def _refuse_without_room(parts: Parts, announced: int, limit: int) -> None
         which = "free disk space" if free < budget else "disk budget UPWEIGHT_DISK_BUDGET_GB"
         raise Refusal(
             507,
-            f"the file needs {announced / 1e9:.2f} GB, {max(0.0, min(budget, free)) / 1e9:.2f} GB are left of the {which}",
+            f"the file needs {announced / 1e6:.3g} MB, {max(0.0, min(budget, free)) / 1e6:.3g} MB are left of the {which}",
         )
 
 

@@ -22,12 +22,14 @@ CAPABILITIES = (
 router = APIRouter()
 
 
+@router.head("/healthz", include_in_schema=False)
 @router.get("/healthz")
 async def alive() -> dict[str, str]:
     """This process answers."""
     return {"status": "ok"}
 
 
+@router.head("/health", include_in_schema=False)
 @router.get("/health")
 async def health(parts: PartsOf) -> AsciiJSON:
     """503 while a model that was served cannot be asked: its engine ended, and the job's next worker is not there yet."""
@@ -43,6 +45,7 @@ async def health(parts: PartsOf) -> AsciiJSON:
     return AsciiJSON({"status": "unavailable", "detail": detail}, 503, headers)
 
 
+@router.head("/readyz", include_in_schema=False)
 @router.get("/readyz")
 async def ready(parts: PartsOf) -> dict[str, str]:
     """Answers once the store does."""

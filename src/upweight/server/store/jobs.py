@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from sqlalchemy import Connection, Row, bindparam, insert, select, update
@@ -12,6 +13,7 @@ from sqlalchemy import Connection, Row, bindparam, insert, select, update
 from upweight.server.refusals import Refusal, not_found
 from upweight.server.store import schema
 
+METRICS_TOLD = 20  # in the words of an event; its data has all
 TERMINAL = frozenset({"succeeded", "failed", "cancelled"})
 _PAST = {"succeeded": "has succeeded", "failed": "has failed", "cancelled": "was cancelled"}
 
@@ -240,7 +242,8 @@ def _event_answer(row: Any) -> dict[str, Any]:
 def add_client_metrics(connection: Connection, job_id: str, batch_index: int, metrics: dict[str, float]) -> None:
     row = {"job_id": job_id, "batch_index": batch_index, "created_at": time.time(), "metrics": metrics}
     connection.execute(insert(schema.client_metrics).values(**row))
-    text = ", ".join(f"{name} {value:.6g}" for name, value in metrics.items())
+    told = [f"{name} {value:.6g}" for name, value in islice(metrics.items(), METRICS_TOLD)]
+    text = ", ".join([*told, *([f"and {len(metrics) - len(told)} more"] if len(metrics) > len(told) else [])])
     add_event(
         connection, job_id, f"batch {batch_index}: {text}", type="metrics", data={"batch_index": batch_index, **metrics}
     )
