@@ -276,6 +276,8 @@ def _model_for_server(model: str) -> Any:
     from upweight.errors import ModelError
     from upweight.weights.source import resolve
 
+    if not model.strip():
+        return model
     path = Path(model).expanduser()
     try:
         found = Path(resolve(model).path)
