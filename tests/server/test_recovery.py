@@ -195,20 +195,29 @@ def test_a_full_disk_at_the_end_waits_for_room(start: Start, monkeypatch: pytest
     assert len(full) == 2
 
 
-def test_a_full_disk_at_the_start_of_a_worker_waits_for_room(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("number", "told"),
+    [
+        (errno.ENOSPC, "the server cannot write to its disk (No space left on device)"),
+        (errno.EMFILE, "the machine is short of something (Too many open files)"),
+    ],
+)
+def test_a_worker_that_cannot_be_started_now_is_started_later(
+    start: Start, monkeypatch: pytest.MonkeyPatch, number: int, told: str
+) -> None:
     monkeypatch.setattr("upweight.server.supervision.runner.STORE_PAUSE", 0.2)
     tries = []
 
     async def begin(*arguments: Any) -> WorkerProcess:
         tries.append(arguments)
         if len(tries) < 3:
-            raise OSError(errno.ENOSPC, "No space left on device")
+            raise OSError(number, os.strerror(number))
         return await start_worker(*arguments)
 
     monkeypatch.setattr("upweight.server.supervision.runner.start_worker", begin)
     server = start()
     job = server.create_job()
-    server.wait(job, lambda p: p["reason"].startswith("the server cannot write to its disk (No space left on device)"))
+    server.wait(job, lambda p: p["reason"].startswith(told))
     server.wait(job, lambda p: p["inference_version"] == 0)
     assert len(tries) == 3
 

@@ -10,7 +10,15 @@ if TYPE_CHECKING:
     import httpx
 
 JOB = ("id", "status", "created_at", "model")
-PROGRESS = ("job_status", "reason", "error", "inference_version", "filled_batches", "total_batches", "batch_size")
+PROGRESS: tuple[str, ...] = (
+    "job_status",
+    "reason",
+    "error",
+    "inference_version",
+    "filled_batches",
+    "total_batches",
+    "batch_size",
+)
 PROGRESS += ("in_batch", "versions", "client_metrics", "ledger", "weights", "worker")
 CHECKPOINT = ("id", "created_at", "step_number", "metrics")
 MODEL = ("id", "name", "path")

@@ -12,6 +12,7 @@ import contextlib
 import errno
 import logging
 import os
+import resource
 import signal
 import socket
 import threading
@@ -20,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import uvicorn
+from fastapi import FastAPI
 
 from upweight.errors import ServerError
 from upweight.server.api.app import create_app
@@ -61,7 +63,15 @@ def run(
     Raises ServerError or StoreError when the server cannot start.
     """
     home = Home(settings.home)
-    _check_store(home, settings.store)
+    home.lock()  # from here to the end: a second server is told in one line, before anything listens
+    try:
+        _run(home, settings, resolve_model, on_ready)
+    finally:
+        home.unlock()
+
+
+def _run(home: Home, settings: Settings, resolve_model: ResolveModel | None, on_ready: Callable[[Ready], None]) -> None:
+    Database(settings.store or home.store, alone=True).close()  # a broken file is told in one line too
     listener = _listen(settings.host, settings.port)
     host, port = listener.getsockname()[:2]
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -72,7 +82,9 @@ def run(
         on_ready(Ready(url, home.root, home.key_file, key if key_is_new else None))
 
     _log_to(home, settings.log_format)
-    app = create_app(settings, resolve_model=resolve_model)
+    _allow_many_files()
+    app = create_app(settings, resolve_model=resolve_model, home=home)
+    logging.getLogger("uvicorn.error").addFilter(lambda _: _start_error(app) is None)  # raised below, in one line
     config = uvicorn.Config(
         app,
         http=ReasonProtocol,
@@ -83,10 +95,21 @@ def run(
         timeout_keep_alive=75,
     )
     server = _Server(config, ready)
-    with contextlib.closing(listener):
+    with contextlib.closing(listener), contextlib.suppress(SystemExit):  # which uvicorn raises when the start fails
         asyncio.run(_serve(server, listener, settings.parent_pipe))
     if not server.started:
-        raise ServerError("the server did not start; the lines above say why")
+        raise _start_error(app) or ServerError("the server did not start; the lines above say why")
+
+
+def _start_error(app: FastAPI) -> Exception | None:
+    return getattr(app.state, "start_error", None)
+
+
+def _allow_many_files() -> None:
+    """Each connection is one, and many systems allow 1024 unless asked."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # as many as there are, then
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _log_to(home: Home, log_format: LogFormat) -> None:
@@ -94,15 +117,6 @@ def _log_to(home: Home, log_format: LogFormat) -> None:
     root = logging.getLogger("upweight.server")
     root.addHandler(LogFile(home.logs / "server.log", log_format))
     root.setLevel(logging.INFO)
-
-
-def _check_store(home: Home, store: str | None) -> None:
-    """Open the store once, so that a second server or a broken file is told in one line before anything listens."""
-    home.lock()
-    try:
-        Database(store or home.store, alone=True).close()
-    finally:
-        home.unlock()
 
 
 class _Server(uvicorn.Server):

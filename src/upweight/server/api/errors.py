@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect
 from upweight.errors import StoreError
 from upweight.server.ascii_json import AsciiJSON
 from upweight.server.error_bodies import anthropic_error_body, error_body, is_anthropic, reads_error_objects
-from upweight.server.home import NO_ROOM
+from upweight.server.home import NO_ROOM, SHORT
 from upweight.server.reasons import reason_header
 from upweight.server.refusals import Refusal
 
@@ -96,6 +96,9 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(OSError)
     async def _disk(request: Request, error: OSError) -> AsciiJSON:
+        if error.errno in SHORT:
+            log.error("machine: %s", error)
+            return answer(request, 503, f"the server's machine is short of something now: {error.strerror}; try again")
         if error.errno not in NO_ROOM:
             log.error("%s %s", request.method, request.url.path, exc_info=error)
             return await _bug(request, error)

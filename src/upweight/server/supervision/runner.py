@@ -26,7 +26,7 @@ import psutil
 from sqlalchemy.exc import OperationalError
 
 from upweight.errors import StoreError
-from upweight.server.home import NO_ROOM, Home
+from upweight.server.home import NO_ROOM, SHORT, Home
 from upweight.server.refusals import Refusal
 from upweight.server.settings import Settings
 from upweight.server.store import completions, jobs, versions
@@ -93,10 +93,9 @@ class JobRunner:
             except (StoreError, OperationalError) as error:
                 waits = "job %s: the store does not answer: %s; next try in %g s"
                 log.error(waits, self.job_id, error, STORE_PAUSE, extra=self._facts)
-            except OSError as error:  # one of NO_ROOM
-                waits = "job %s: the disk cannot be written: %s; next try in %g s"
-                log.error(waits, self.job_id, error, STORE_PAUSE, extra=self._facts)
-                await self._say_no_room(error)
+            except OSError as error:  # one of NO_ROOM and SHORT
+                log.error("job %s: %s; next try in %g s", self.job_id, error, STORE_PAUSE, extra=self._facts)
+                await self._say(error)
             # A full disk or a lost volume is nobody's failure: what is stored stays valid, so start again from it.
             await self._stop_worker()
             await asyncio.sleep(STORE_PAUSE)
@@ -109,12 +108,10 @@ class JobRunner:
             return (await self._job()).is_over
         return False
 
-    async def _say_no_room(self, error: OSError) -> None:
-        text = (
-            f"the server cannot write to its disk ({error.strerror}): free or allow it; next try in {STORE_PAUSE:g} s"
-        )
+    async def _say(self, error: OSError) -> None:
+        what = "the server cannot write to its disk" if error.errno in NO_ROOM else "the machine is short of something"
         with contextlib.suppress(StoreError, OperationalError):  # the store may lie on the same disk
-            await self._state("loading", text)
+            await self._state("loading", f"{what} ({error.strerror}): make room; next try in {STORE_PAUSE:g} s")
 
     async def _run_once(self) -> None:
         try:
@@ -127,7 +124,7 @@ class JobRunner:
         except (StoreError, OperationalError):
             raise
         except OSError as error:
-            if error.errno in NO_ROOM:
+            if error.errno in NO_ROOM | SHORT:
                 raise
             await self._fail_by_bug(error)
         except Exception as error:  # noqa: BLE001 - an error of ours fails its job, not the other jobs

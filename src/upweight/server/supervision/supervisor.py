@@ -182,7 +182,7 @@ class Supervisor:
                 while self._queue and not self._stopping:
                     if not await self._begin_next(self._queue[0]):
                         return
-            except (StoreError, OperationalError) as error:
+            except (StoreError, OperationalError, OSError) as error:
                 log.warning("places are not filled: %s; next try in %g s", error, PLACES_PAUSE)
                 self._fill_places_later()
 
