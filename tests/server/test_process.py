@@ -232,6 +232,19 @@ def test_a_key_file_that_is_none_is_one_line(tmp_path: Path, content: bytes | No
         Home(tmp_path).api_key()
 
 
+def test_a_signal_asks_for_the_stacks_of_all_threads(serve: Serve, tmp_path: Path) -> None:
+    """Report H11: a look inside without a debugger."""
+    process = serve()
+    process.send_signal(signal.SIGUSR1)
+    url = json.loads((tmp_path / "home" / "server.json").read_text())["url"]
+    assert httpx.get(f"{url}/healthz").status_code == 200
+    process.terminate()
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == 0
+    assert "Current thread" in errors
+    assert "database.py" in errors
+
+
 def test_a_taken_port_is_one_line_with_the_remedy(serve: Serve) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -2,6 +2,8 @@
 
 Invariants:
 * What cannot work is one clear line (ServerError, StoreError), before anything listens.
+* Listening wider than this machine is warned of, whoever starts the server.
+* SIGUSR1 writes the stacks of all threads to standard error; a worker writes them to its job's log.
 * SIGTERM, SIGINT and (with `parent_pipe`) the end of standard input stop it: requests get 1 s, workers `worker_stop_timeout`.
 """
 
@@ -10,11 +12,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import faulthandler
+import ipaddress
 import logging
 import os
 import resource
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -45,6 +50,13 @@ class Ready:
     new_key: str | None = field(repr=False)  # the API key if this start made it, to be shown once
 
 
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 def tell(ready: Ready) -> None:
     """The lines of `serve`."""
     print(f"upweight server: {ready.url}  home {ready.home}", flush=True)
@@ -62,6 +74,12 @@ def run(
 
     Raises ServerError or StoreError when the server cannot start.
     """
+    if not is_loopback(settings.host):
+        print(
+            f"warning: {settings.host} may be reached from other machines, and the server has no TLS: keys and data travel"
+            " in clear. Put a TLS proxy before it, or keep 127.0.0.1 and use an SSH tunnel.",
+            file=sys.stderr,
+        )
     home = Home(settings.home)
     home.lock()  # from here to the end: a second server is told in one line, before anything listens
     try:
@@ -83,6 +101,7 @@ def _run(home: Home, settings: Settings, resolve_model: ResolveModel | None, on_
 
     _log_to(home, settings.log_format)
     _allow_many_files()
+    faulthandler.register(signal.SIGUSR1)
     app = create_app(settings, resolve_model=resolve_model, home=home)
     logging.getLogger("uvicorn.error").addFilter(lambda _: _start_error(app) is None)  # raised below, in one line
     config = uvicorn.Config(

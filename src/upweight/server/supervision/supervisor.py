@@ -236,6 +236,13 @@ class Supervisor:
     def _least_used(self) -> str:
         return min(self._idle, key=lambda job_id: self._idle[job_id].last_used)
 
+    async def stop_serving(self, job_id: str) -> None:
+        """Of a model that is not there any more."""
+        async with self._places:
+            if job_id in self._idle:
+                await self._retire(job_id)
+        self._fill_places_soon()
+
     async def _retire(self, job_id: str) -> None:
         self.gate(job_id).shut()
         await self._idle.pop(job_id).stop(self.settings.worker_stop_timeout)
