@@ -7,7 +7,7 @@ import tenacity
 from pydantic import ValidationError
 
 from tests.fakes import JOB, FakeJobServer, Fault, Reply
-from upweight.api_client import NotFoundError, TokenFactory
+from upweight.api_client import APIError, BadRequestError, NotFoundError, TokenFactory
 from upweight.api_client import models as reexported
 from upweight.api_client.models import fine_tuning, rl_job
 from upweight.api_client.resources import V1, V1Alpha1
@@ -179,6 +179,37 @@ def test_pages_are_followed_and_jobs_awaited(client, server):
     with pytest.raises(TimeoutError, match=r"Job ft-1 is still queued after 0\.1 s"):
         jobs.wait_for_job(job_id="ft-1", timeout=0.1, poll_interval=30)
     assert time.monotonic() - began < 5
+
+
+def test_a_wait_outlives_the_retries_of_its_looks_and_tells_each_outage(server, caplog):
+    path = "/v1/fine_tuning/jobs/ft-1"
+    server.replies["GET", path] = Reply(body={**JOB_BODY, "status": "succeeded"})
+    server.fail("/ft-1", 503, times=5)
+    with TokenFactory(server.url, "k", max_retries=1, tenacity_retry_wait=tenacity.wait_none()) as client:
+        jobs = client.v1.fine_tuning.jobs
+        assert jobs.wait(job_id="ft-1", poll_interval=0.01).status is fine_tuning.Status.succeeded
+        told = [record.message for record in caplog.records]
+        assert [line.split(":")[0] for line in told] == [
+            "Asking for job ft-1 again",
+            "The server answers again about job ft-1, after 0 s",
+        ]
+        assert "InternalServerError: Status code: 503" in told[0]
+        server.fail("/ft-1", 503, times=1000)
+        with pytest.raises(TimeoutError, match=r"Job ft-1: no answer of the server .*503.*gave up after 0\.1 s"):
+            jobs.wait(job_id="ft-1", timeout=0.1, poll_interval=0.01)
+        server.faults = [Fault("/ft-1", Reply(401, {"detail": "no such key"}))]
+        with pytest.raises(BadRequestError, match="no such key"):
+            jobs.wait(job_id="ft-1")
+    unreachable = TokenFactory("http://127.0.0.1:9", "k", max_retries=0)
+    with unreachable, pytest.raises(TimeoutError, match="ConnectError"):
+        unreachable.v1.fine_tuning.jobs.wait(job_id="ft-1", timeout=0.05, poll_interval=0.01)
+
+
+def test_a_negative_number_of_batches_is_named(client, server):
+    body = {"inference_version": 0, "total_batches": None, "filled_batches": -1}
+    server.faults = [Fault("/status", Reply(body=body))]
+    with pytest.raises(APIError, match="no JobStatus: filled_batches: Input should be greater than or equal to 0"):
+        client.v1alpha1.fine_tuning.jobs.get_runtime_status(job_id="ft-1")
 
 
 def test_files(client, server, tmp_path):

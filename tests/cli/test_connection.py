@@ -1,9 +1,15 @@
 import json
 import os
+import re
+import socketserver
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from tests.cli.conftest import Command
 from upweight.cli.connection import Place, find_place, session
 from upweight.errors import ConfigError, ServerError, UpweightError
 
@@ -65,3 +71,48 @@ def test_a_server_that_does_not_answer(home: Path, url: str | None, told: str) -
     running(home)
     with pytest.raises(UpweightError, match=told), session(url, "key") as (client, _):
         client.get(f"{client.base_url}/healthz")
+
+
+def test_a_key_that_cannot_be_sent_is_told_with_its_own_source(home: Path) -> None:
+    running(home)
+    with pytest.raises(ConfigError, match=r"^--key: api_key cannot be sent"), session(None, "ключ"):
+        pass
+
+
+ANSWERS = [
+    (b"[]", "an object is expected, it is list"),
+    (b"{}", "missing"),
+    (b'{"data": 3, "has_more": false}', "data is no list|missing"),
+    (b'{"data": [{"id": 1}], "has_more": false}', "status, created_at, model missing|missing"),
+]
+
+
+@pytest.mark.parametrize(("body", "told"), ANSWERS)
+def test_a_server_of_another_kind_is_one_line(upweight: Command, body: bytes, told: str) -> None:
+    with answering(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)) as url:
+        for command in (["list"], ["show", "x"], ["watch", "x"], ["pause", "x"], ["promote", "ftckpt-x-1"]):
+            done = upweight("jobs", *command, "--url", url, "--key", "k")
+            assert (done.code, done.out, done.err.count("\n")) == (1, "", 1)
+            assert re.search(told, done.err)
+            assert done.err.endswith("is it an upweight server?\n")
+
+
+def test_a_server_that_has_moved_says_where(upweight: Command) -> None:
+    with answering(b"HTTP/1.1 302 Found\r\nLocation: https://new.example\r\nContent-Length: 0\r\n\r\n") as url:
+        done = upweight("jobs", "list", "--url", url, "--key", "k")
+    assert done.err == f"error: {url} answered 302: it has moved; give its address (https://new.example)\n"
+
+
+@contextmanager
+def answering(answer: bytes) -> Iterator[str]:
+    """The address of something that says `answer` to everybody."""
+
+    class Handler(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            self.request.recv(65536)
+            self.request.sendall(answer)
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()

@@ -10,7 +10,7 @@ import pytest
 from upweight.cli.columns import age, bar, fields, table
 from upweight.cli.connection import Place
 from upweight.cli.job_screens import created_lines, end_line, list_lines, show_lines, state_line, version_line
-from upweight.cli.screen import styled
+from upweight.cli.screen import print_lines, styled
 
 ID = "ftjob-0123456789abcdef01234567"
 NOW = 1_000_000.0
@@ -160,3 +160,12 @@ def test_colours_change_no_letter() -> None:
     lines = show_lines(job(), progress(), NOW)
     assert styled(lines).plain == "\n".join(lines)
     assert styled(lines).spans
+
+
+def test_names_of_others_steer_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = show_lines(job(suffix="a\x1b[2J\nb\u202ec\ud800", model="é 模型 😀"), progress(), NOW)
+    print_lines(lines)
+    told = capsys.readouterr().out
+    assert "suffix   a�[2J�b�c�\n" in told
+    assert "model    é 模型 😀\n" in told
+    assert styled(lines).plain == told[:-1]

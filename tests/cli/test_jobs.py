@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.cli.conftest import Command
+from tests.cli.conftest import COMMAND, Command
 
 
 def test_create_prints_a_script_without_the_key(trained_job: dict[str, Any]) -> None:
@@ -85,6 +86,11 @@ def test_a_path_is_sent_whole_and_a_name_as_it_is(
         (["watch", "ftjob-0"], "error: job ftjob-0 does not exist\n"),
         (["cancel", "ftjob-0"], "error: job ftjob-0 does not exist\n"),
         (["show", " "], "error: the id of a job is empty; upweight jobs list shows the ids\n"),
+        (["show", "../../x"], "error: '../../x' is no id of a job; upweight jobs list shows the ids\n"),
+        (
+            ["create", "--model", "m", "--training-file", "/tmp"],
+            "error: --training-file /tmp is no regular file; give a file of JSON lines\n",
+        ),
         (["create", "--model", "m"], "error: batch_size is missing: give --batch-size, or put it into --method\n"),
     ],
 )
@@ -144,3 +150,17 @@ def test_a_job_starts_from_a_checkpoint(
     assert upweight("jobs", "cancel", created["id"]).code == 0
     refused = upweight("jobs", "create", *options, "ftckpt-nowhere-1")
     assert (refused.code, "from_checkpoint" in refused.err) == (1, True)
+
+
+def test_a_watch_that_nobody_reads_any_more_ends(
+    in_server_home: Path, upweight: Command, tiny_model_folder: Path
+) -> None:
+    create = ["jobs", "create", "--model", str(tiny_model_folder), "--batch-size", "1", "--json"]
+    job = upweight(*create).json()["id"]
+    upweight("jobs", "pause", job)  # nothing happens to it
+    process = subprocess.Popen([*COMMAND, "jobs", "watch", job], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline().split()[1] == "paused"
+    process.stdout.close()
+    assert process.wait(10) == 1
+    upweight("jobs", "cancel", job)

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import COMMAND, Command
-from upweight.cli.serve import is_loopback, next_steps
-from upweight.server.process import Ready
+from upweight.cli.serve import next_steps
+from upweight.server.process import Ready, is_loopback
 
 
 def test_the_first_start_says_address_home_key_and_next_steps(server_home: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -54,3 +55,25 @@ def test_a_store_that_cannot_be_read_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="failed"):
         back_up(home, tmp_path / "copy")
     assert [path.name for path in tmp_path.iterdir()] == ["home"]
+
+
+def test_what_a_killed_backup_left_goes_with_the_next_one(start: Start, tmp_path: Path) -> None:
+    server = start()
+    copies = tmp_path / "copies"
+    for process in (2**22 + 1, os.getpid()):  # no process has the first number
+        (copies / f".home.{process}.partial").mkdir(parents=True)
+    (copies / f".home.{os.getpid()}.partial").rename(copies / f".home.{os.getppid()}.partial")  # it still copies
+    back_up(server.home, copies / "home")
+    assert sorted(path.name for path in copies.iterdir()) == [f".home.{os.getppid()}.partial", "home"]
+
+
+def test_a_home_that_became_read_only_is_copied_with_all_that_was_stored(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = start()
+    job = server.create_job(batch_size=10)
+    server.fill(job, 0, count=3)  # in SQLite's log, not yet in its file
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    made = back_up(server.home, tmp_path / "copy")
+    assert (made.jobs, made.samples) == (1, 3)
+    assert sorted(path.name for path in (tmp_path / "copy").glob("store*")) == ["store.sqlite3"]

@@ -149,3 +149,13 @@ def test_a_file_belongs_to_its_project(start: Start) -> None:
         assert again.http.get(f"/v1/files/{made['id']}{path}", headers=other).status_code == 404
     assert again.http.delete(f"/v1/files/{made['id']}", headers=other).status_code == 404
     assert again.http.get(f"/v1/files/{made['id']}/content").content == b"x"
+
+
+def test_a_file_whose_content_cannot_be_removed_is_deleted_all_the_same(shared: Running) -> None:
+    made = shared.http.post("/v1/files", files={"file": ("a", b"x")}, data={"purpose": "fine-tune"}).json()
+    content = shared.home / "files" / made["id"]
+    content.unlink()
+    content.mkdir()
+    assert shared.http.delete(f"/v1/files/{made['id']}").json()["deleted"]
+    assert shared.http.get(f"/v1/files/{made['id']}").status_code == 404
+    content.rmdir()

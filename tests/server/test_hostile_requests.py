@@ -92,3 +92,36 @@ def test_a_client_that_goes_away_in_its_body_is_no_error_of_the_server(
     time.sleep(0.3)
     assert shared.http.get("/healthz").status_code == 200
     assert "Traceback" not in caplog.text
+
+
+@pytest.mark.parametrize("path", ["batches", "metrics", None])
+def test_an_order_of_many_bytes_is_refused_unread(shared: Running, path: str | None) -> None:
+    """Read, it would hold up whoever asks for a status meanwhile."""
+    url = JOBS if path is None else shared.rl(shared.create_job(), path)
+    answer = shared.http.post(url, content=b'{"x": "' + b"y" * 300_000 + b'"}')
+    assert (answer.status_code, "larger than 256 KiB" in answer.text) == (413, True)
+
+
+def test_more_metrics_than_anybody_reads(shared: Running) -> None:
+    job = shared.create_job()
+    url = shared.rl(job, "metrics")
+    few = {f"score {number}": number for number in range(30)}
+    assert shared.http.post(url, json={"batch_index": 0, "metrics": few}).status_code == 200
+    assert shared.events(job)[-1].endswith("score 19 19, and 10 more")
+    for metrics, told in (
+        ({str(number): 1 for number in range(501)}, "metrics has 501 names, the limit is 500"),
+        ({"n" * 251: 1}, "at most 250 printable characters"),
+    ):
+        answer = shared.http.post(url, json={"batch_index": 0, "metrics": metrics})
+        assert (answer.status_code, told in answer.text) == (422, True)
+
+
+def test_what_is_no_route_says_what_there_is(shared: Running) -> None:
+    missing = shared.http.get("/v2/jobs")
+    told = "GET '/v2/jobs' is no route of this server; GET /openapi.json lists them"
+    assert (missing.status_code, missing.json()["detail"]) == (404, told)
+    wrong = shared.http.put("/v1/models")
+    assert (wrong.status_code, wrong.headers["allow"]) == (405, "GET")
+    assert wrong.json()["detail"] == "PUT '/v1/models' is not offered; allowed: GET"
+    for path in ("/", "/healthz", "/health", "/readyz"):
+        assert (shared.http.head(path).status_code, shared.http.head(path).content) == (200, b"")

@@ -20,7 +20,8 @@ import psutil
 import pytest
 from server_harness import KEY, sample
 
-from upweight.server.home import find_server
+from upweight.errors import ServerError
+from upweight.server.home import Home, find_server
 
 SERVE = Path(__file__).with_name("serve_fake.py")
 Serve = Callable[..., subprocess.Popen]
@@ -183,6 +184,65 @@ def test_a_second_server_on_the_same_home_is_told_so(serve: Serve, tmp_path: Pat
     assert second.stderr.count("\n") == 1
     assert f"in use by another server (process {first.pid}" in second.stderr
     assert (tmp_path / "home" / "server.json").read_text() == told
+
+
+def test_of_servers_that_start_together_on_one_home_one_goes_on_and_each_other_says_so(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    command = [sys.executable, str(SERVE), str(home)]
+    processes = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(3)]
+    try:
+        end = time.monotonic() + 20
+        while len(over := [one for one in processes if one.poll() is not None]) < 2:
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        for one in over:
+            errors = one.communicate()[1]
+            assert (one.returncode, errors.count("\n"), "in use by another server" in errors) == (1, 1, True)
+    finally:
+        for one in processes:
+            one.terminate()
+            one.communicate(timeout=20)
+
+
+def test_a_store_that_takes_nothing_at_the_start_is_one_line(tmp_path: Path) -> None:
+    program = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from upweight.errors import StoreError\n"
+        "from upweight.server import load_settings, run\n"
+        "from upweight.server.store import keys\n"
+        "def full(*_):\n"
+        "    raise StoreError('the store did not commit: database or disk is full')\n"
+        "keys.add_key = full\n"
+        "try:\n"
+        "    run(load_settings(home=Path(sys.argv[1]), port=0))\n"
+        "except StoreError as error:\n"
+        "    print('error:', error, file=sys.stderr)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=30)
+    assert done.stderr == "error: the store did not commit: database or disk is full\n"
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", None])
+def test_a_key_file_that_is_none_is_one_line(tmp_path: Path, content: bytes | None) -> None:
+    file = tmp_path / "api_key"
+    file.mkdir() if content is None else file.write_bytes(content)
+    with pytest.raises(ServerError, match=r"cannot be read .*; mend it, or delete it and a new one is made"):
+        Home(tmp_path).api_key()
+
+
+def test_a_signal_asks_for_the_stacks_of_all_threads(serve: Serve, tmp_path: Path) -> None:
+    """Report H11: a look inside without a debugger."""
+    process = serve()
+    process.send_signal(signal.SIGUSR1)
+    url = json.loads((tmp_path / "home" / "server.json").read_text())["url"]
+    assert httpx.get(f"{url}/healthz").status_code == 200
+    process.terminate()
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == 0
+    assert "Current thread" in errors
+    assert "database.py" in errors
 
 
 def test_a_taken_port_is_one_line_with_the_remedy(serve: Serve) -> None:

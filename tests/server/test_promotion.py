@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import openai
 import pytest
-from server_harness import Running, Start
+from server_harness import KEY, Running, Start
 
 
 @pytest.fixture
@@ -53,6 +54,28 @@ def test_a_checkpoint_is_downloaded_whole_and_leaves_nothing(trained: tuple[Runn
     assert answer.headers["content-disposition"] == f'attachment; filename="{job}-2.safetensors"'
     assert answer.text == server.progress(job)["versions"][2]["fingerprint"]
     assert list((server.home / "models").iterdir()) == []
+
+
+def test_a_promoted_model_is_deleted_unless_a_job_needs_it(trained: tuple[Running, str]) -> None:
+    server, job = trained
+    model = promote(server, job, 1, name="first try").json()
+    server.http.post(f"/v1/fine_tuning/jobs/{job}/cancel")
+    body = {"model": "first try", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
+    assert server.http.post("/v1/chat/completions", json=body).status_code == 200
+    server.model = "first try"
+    user = server.create_job()
+    with openai.OpenAI(base_url=f"{server.http.base_url}/v1", api_key=KEY, max_retries=0) as client:
+        with pytest.raises(openai.ConflictError, match=f"start model of job {user}"):
+            client.models.delete(model["id"])
+        with pytest.raises(openai.ConflictError, match=f"that of job {user}, which keeps it"):
+            client.models.delete(user)
+        server.http.post(f"/v1/fine_tuning/jobs/{user}/cancel")
+        assert client.models.delete("first try").deleted
+        assert list(client.models.list()) == []
+        with pytest.raises(openai.NotFoundError):
+            client.models.delete(model["id"])
+    assert list((server.home / "models").iterdir()) == []
+    assert server.http.post("/v1/chat/completions", json=body).status_code == 400
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "x" * 65, "a\nb"])

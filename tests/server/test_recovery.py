@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
 import threading
 import time
+from typing import Any
 
 import httpx
 import pytest
 from server_harness import Running, Start, sample
+
+from upweight.errors import StoreError
+from upweight.server.supervision.worker_process import WorkerProcess, start_worker
 
 
 def fingerprints(server: Running, job: str) -> list[str]:
@@ -188,3 +193,53 @@ def test_a_full_disk_at_the_end_waits_for_room(start: Start, monkeypatch: pytest
     assert server.wait_status(job, "succeeded", "failed")["weights"]
     full = [message for message in server.events(job) if "the disk is full: free some space" in message]
     assert len(full) == 2
+
+
+@pytest.mark.parametrize(
+    ("number", "told"),
+    [
+        (errno.ENOSPC, "the server cannot write to its disk (No space left on device)"),
+        (errno.EMFILE, "the machine is short of something (Too many open files)"),
+    ],
+)
+def test_a_worker_that_cannot_be_started_now_is_started_later(
+    start: Start, monkeypatch: pytest.MonkeyPatch, number: int, told: str
+) -> None:
+    monkeypatch.setattr("upweight.server.supervision.runner.STORE_PAUSE", 0.2)
+    tries = []
+
+    async def begin(*arguments: Any) -> WorkerProcess:
+        tries.append(arguments)
+        if len(tries) < 3:
+            raise OSError(number, os.strerror(number))
+        return await start_worker(*arguments)
+
+    monkeypatch.setattr("upweight.server.supervision.runner.start_worker", begin)
+    server = start()
+    job = server.create_job()
+    server.wait(job, lambda p: p["reason"].startswith(told))
+    server.wait(job, lambda p: p["inference_version"] == 0)
+    assert len(tries) == 3
+
+
+def test_orders_that_cannot_be_stored_change_nothing(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = start()
+    job, other = server.create_job(), server.create_job()
+    server.wait(job, lambda p: p["inference_version"] == 0)
+    with monkeypatch.context() as patch:
+        for name in ("pause", "add_event"):
+            patch.setattr(f"upweight.server.store.jobs.{name}", refuse)
+        for asked in (job, other):
+            for order in ("pause", "cancel"):
+                answer = server.http.post(f"/v1/fine_tuning/jobs/{asked}/{order}")
+                assert (answer.status_code, "nothing was stored, try again" in answer.text) == (503, True)
+    assert "paused" not in {server.status(one)["job_status"] for one in (job, other)}
+    server.wait_status(job, "waiting_for_samples")
+    server.fill(job, 0)
+    server.wait(job, lambda p: p["inference_version"] == 1)
+    assert server.http.post(f"/v1/fine_tuning/jobs/{job}/cancel").json()["status"] == "cancelled"
+    server.wait(other, lambda p: p["inference_version"] == 0)
+
+
+def refuse(*_: Any, **__: Any) -> None:
+    raise StoreError("the disk is full")

@@ -86,7 +86,9 @@ def _client(place: Place) -> TokenFactory:
     try:
         return TokenFactory(place.url, place.key, httpx_client_factory=factory, max_retries=0)
     except ValueError as error:
-        raise ConfigError(f"{place.url_from}: {error}") from error
+        told = str(error)
+        source = place.key_from if told.startswith("api_key") else place.url_from
+        raise ConfigError(f"{source}: {told}") from error
 
 
 def _url(option: str | None) -> tuple[str, str]:
@@ -138,6 +140,9 @@ def _explained(place: Place, error: APIError) -> Exception:
         return error
     if response.status_code in (401, 403):
         return ServerError(f"{place.url} does not accept the API key of {place.key_from}: {error.msg}")
+    if 300 <= response.status_code < 400:
+        moved = response.headers.get("location", "")
+        return ServerError(f"{place.url} answered {response.status_code}: it has moved; give its address ({moved})")
     if response.status_code >= 500:
         return ServerError(f"{place.url} answered {response.status_code}: {_detail(response) or error.msg}")
     return error

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
+from upweight.cli.json_option import is_json, read_json
 from upweight.errors import ConfigError
 
 KINDS = ("reinforcement", "supervised", "dpo")
@@ -85,13 +84,7 @@ def _whole(value: dict[str, Any], kind: str) -> dict[str, Any]:
 
 
 def _parse(given: str) -> dict[str, Any]:
-    is_text = given.lstrip().startswith("{")
-    try:
-        value = json.loads(given if is_text else Path(given).expanduser().read_text())
-    except OSError as error:
-        raise ConfigError(f"--method {given}: {error.strerror}; give a file or a JSON object") from error
-    except ValueError as error:
-        raise ConfigError(f"--method {'text' if is_text else given} is not JSON: {error}") from error
+    value = read_json("--method", given, is_text=is_json(given))
     if not isinstance(value, dict):
         raise ConfigError(f"--method {given}: a JSON object is needed, it holds {type(value).__name__}")
     return value

@@ -7,12 +7,13 @@ Invariants
 
 from __future__ import annotations
 
+import select
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
 
 from upweight.cli.connection import session
 from upweight.cli.job_calls import get_job, get_progress
@@ -41,11 +42,23 @@ class View(Protocol):
 
 
 def watch(job_id: str, url: str | None, key: str | None, *, as_json: bool) -> int:
-    """Follows the job to its end; 0 when it succeeded, 1 when it failed or was cancelled."""
+    """Follows the job to its end; 0 when it succeeded, 1 when it failed or was cancelled, or when nobody reads on."""
     with _view(as_json) as view:
         for sight in looks(job_id, url, key):
+            if not is_read(sys.stdout):
+                return 1
             view.see(sight)
     return 0 if sight.progress["job_status"] == "succeeded" else 1
+
+
+def is_read(stream: TextIO) -> bool:
+    """False once the other end of a pipe is closed: `| head` has had enough, and nothing need be written to find out."""
+    try:
+        waiting = select.poll()
+        waiting.register(stream.fileno(), 0)  # a broken end is always told
+        return not waiting.poll(0)
+    except (AttributeError, OSError, ValueError):  # no such call here, or nothing that has a descriptor
+        return True
 
 
 def looks(job_id: str, url: str | None, key: str | None) -> Iterator[Sight]:

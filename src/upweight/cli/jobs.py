@@ -64,6 +64,13 @@ def create(
         str | None,
         typer.Option(metavar="CHECKPOINT", help="Start from the weights of an earlier job's checkpoint of this model."),
     ] = None,
+    integration: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TRACKER",
+            help="Where metrics go, once a tracker: wandb:PROJECT, mlflow:URL, or JSON (in a file) with the rest.",
+        ),
+    ] = None,
     suffix: Annotated[str | None, typer.Option(help="A short text that names the job.")] = None,
     show_key: Annotated[bool, typer.Option("--show-key", help="Print the API key itself, not where it is.")] = False,
     url: Url = None,
@@ -73,6 +80,7 @@ def create(
     """Create a job; prints its id and, for a reinforcement job, the environment of a rollout script, ready for `eval`."""
     from upweight.cli.connection import JOB_VARIABLE, KEY_VARIABLE, URL_VARIABLE, session
     from upweight.cli.job_calls import create_job, training_file_id
+    from upweight.cli.job_integrations import integrations
     from upweight.cli.job_method import method_object
     from upweight.cli.job_screens import created_lines
     from upweight.cli.screen import print_json, print_lines
@@ -97,6 +105,7 @@ def create(
     made = method_object(method, settings, kind=type, has_file=training_file is not None)
     body = {"model": _model_for_server(model), "training_file": "", "method": made}
     body |= {"suffix": suffix} if suffix else {}
+    body |= {"integrations": integrations(integration)} if integration else {}
     body |= {"from_checkpoint": {"type": "ft", "checkpoint_id": from_checkpoint}} if from_checkpoint else {}
     with session(url, key) as (client, place):
         if training_file is not None:
@@ -267,6 +276,8 @@ def _model_for_server(model: str) -> Any:
     from upweight.errors import ModelError
     from upweight.weights.source import resolve
 
+    if not model.strip():
+        return model
     path = Path(model).expanduser()
     try:
         found = Path(resolve(model).path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ _STATES = {
     "cyan": ("running", "training"),
 }
 _NAMES = r"^(?:reason|model|suffix|method|created|batches|version|samples|scores|worker|weights|try it)(?=  )"
+_UNSEEN = re.compile("[\x00-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _HEADERS = r"^ *(?:JOB|VERSION) .*$"
 
 
@@ -35,7 +37,7 @@ def terminal_width() -> int | None:
 def styled(lines: Sequence[str]) -> Text:
     from rich.text import Text
 
-    text = Text("\n".join(lines), no_wrap=True)
+    text = Text(_joined(lines), no_wrap=True)
     for style, words in _STATES.items():
         text.highlight_words(words, style)
     text.highlight_regex(r"(?m)" + _NAMES, "dim")
@@ -47,7 +49,12 @@ def print_lines(lines: Sequence[str]) -> None:
     if sys.stdout.isatty():
         console().print(styled(lines))
     else:
-        print("\n".join(lines), flush=True)
+        print(_joined(lines), flush=True)
+
+
+def _joined(lines: Sequence[str]) -> str:
+    """Names and reasons come from others: what would steer the terminal, or turn the text round, is shown as `�`."""
+    return "\n".join(_UNSEEN.sub("\ufffd", line) for line in lines)
 
 
 def print_json(value: Any, *, indent: int | None = 2) -> None:

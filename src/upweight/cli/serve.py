@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import shlex
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,20 +21,7 @@ def run_serve(options: dict[str, Any]) -> None:
         print("\n".join(next_steps(ready)), flush=True)
 
     settings = load_settings(**{name: value for name, value in options.items() if value is not None})
-    if not is_loopback(settings.host):
-        print(
-            f"warning: {settings.host} may be reached from other machines, and the server has no TLS: keys and data travel"
-            " in clear. Put a TLS proxy before it, or keep 127.0.0.1 and use an SSH tunnel.",
-            file=sys.stderr,
-        )
     run(settings, on_ready=announce)
-
-
-def is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def next_steps(ready: Ready) -> list[str]:

@@ -9,11 +9,14 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 import shutil
 import sqlite3
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 from upweight.errors import StoreError
 from upweight.server.home import folder_bytes, write_atomically
@@ -41,6 +44,7 @@ def back_up(home: Path, target: Path) -> Backup:
         raise StoreError(f"{target} exists already: give a folder that does not")
     if target.is_relative_to(home):
         raise StoreError(f"{target} lies in the home folder itself: give a folder outside {home}")
+    _remove_unfinished(target)
     aside = target.with_name(f".{target.name}.{os.getpid()}.partial")
     try:
         aside.mkdir(parents=True, mode=0o700)
@@ -57,8 +61,21 @@ def back_up(home: Path, target: Path) -> Backup:
     return Backup(folder=target, jobs=jobs, samples=samples, bytes=folder_bytes(target))
 
 
+def _remove_unfinished(target: Path) -> None:
+    """Of backups to the same place that were killed."""
+    for left in target.parent.glob(f".{glob.escape(target.name)}.*.partial"):
+        if not psutil.pid_exists(int(left.name.split(".")[-2])):
+            shutil.rmtree(left, ignore_errors=True)
+
+
 def _copy_store(source: Path, target: Path) -> None:
     """One consistent state, by SQLite's own online backup: writers go on meanwhile."""
+    if not os.access(source.parent, os.W_OK):  # SQLite cannot read its log there, and nobody can write
+        for end in ("", "-wal"):
+            with contextlib.suppress(FileNotFoundError):
+                shutil.copyfile(f"{source}{end}", f"{target}{end}")
+        target.chmod(SECRET)
+        return
     with contextlib.closing(sqlite3.connect(source)) as reader, contextlib.closing(sqlite3.connect(target)) as writer:
         reader.backup(writer)
     target.chmod(SECRET)

@@ -8,6 +8,7 @@ Invariants:
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -19,6 +20,11 @@ from typing import Any
 
 from upweight.errors import ServerError, StoreError
 
+# What a full or forbidden disk answers: nobody's bug, and it may be mended while the server runs.
+NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM})
+# What a machine that is short of something answers: it passes.
+SHORT = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN})
+PROBE = bytes(4096)  # a disk that is full may still make an empty file
 QUANTISED_TO_FULL = 6  # a GGUF file of 4 to 6 bits per parameter is trained in 32
 
 
@@ -41,8 +47,10 @@ class Home:
             for folder in (root, self.jobs, self.models, self.files, self.logs, self.cache, self.run):
                 folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             probe = root / f".probe-{os.getpid()}"
-            probe.touch()
-            probe.unlink()
+            try:
+                probe.write_bytes(PROBE)
+            finally:
+                probe.unlink(missing_ok=True)
         except OSError as error:
             raise ServerError(
                 f"home folder {root} is not writable ({error.strerror}); set UPWEIGHT_HOME or use --home"
@@ -66,7 +74,9 @@ class Home:
         return self.files / file_id
 
     def lock(self) -> None:
-        """Own this home until `unlock` or the end of the process. Raises StoreError if another server does."""
+        """Own this home until `unlock` or the end of the process. Idempotent. Raises StoreError if another server does."""
+        if self._lock is not None:
+            return
         handle = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -87,11 +97,16 @@ class Home:
             self._lock = None
 
     def api_key(self) -> tuple[str, bool]:
-        """The key of this home and whether it was made just now."""
-        if self.key_file.exists():
-            key = self.key_file.read_text().strip()
-            if key:
+        """The key of this home and whether it was made just now. Raises ServerError for a file that holds none."""
+        try:
+            if key := self.key_file.read_text().strip():
                 return key, False
+        except FileNotFoundError:
+            pass
+        except (OSError, UnicodeDecodeError) as error:
+            why = error.strerror if isinstance(error, OSError) else "it is no text"
+            text = f"the API key {self.key_file} cannot be read ({why}); mend it, or delete it and a new one is made"
+            raise ServerError(text) from error
         key = new_key()
         write_atomically(self.key_file, key + "\n", mode=0o600)
         return key, True

@@ -2,6 +2,8 @@
 
 Invariants:
 * What cannot work is one clear line (ServerError, StoreError), before anything listens.
+* Listening wider than this machine is warned of, whoever starts the server.
+* SIGUSR1 writes the stacks of all threads to standard error; a worker writes them to its job's log.
 * SIGTERM, SIGINT and (with `parent_pipe`) the end of standard input stop it: requests get 1 s, workers `worker_stop_timeout`.
 """
 
@@ -10,25 +12,28 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import faulthandler
 import gc
+import ipaddress
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
 import uvicorn
+from fastapi import FastAPI
 
 from upweight.errors import ServerError
 from upweight.server.api.app import create_app
 from upweight.server.api.context import ResolveModel
 from upweight.server.home import Home
-from upweight.server.log_lines import LogFormat, formatter
+from upweight.server.log_lines import LogFile, LogFormat
 from upweight.server.reasons import ReasonProtocol
 from upweight.server.settings import Settings
 from upweight.server.store.database import Database
@@ -50,6 +55,13 @@ class Ready:
     new_key: str | None = field(repr=False)  # the API key if this start made it, to be shown once
 
 
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 def tell(ready: Ready) -> None:
     """The lines of `serve`."""
     print(f"upweight server: {ready.url}  home {ready.home}", flush=True)
@@ -67,8 +79,22 @@ def run(
 
     Raises ServerError or StoreError when the server cannot start.
     """
+    if not is_loopback(settings.host):
+        print(
+            f"warning: {settings.host} may be reached from other machines, and the server has no TLS: keys and data travel"
+            " in clear. Put a TLS proxy before it, or keep 127.0.0.1 and use an SSH tunnel.",
+            file=sys.stderr,
+        )
     home = Home(settings.home)
-    _check_store(home, settings.store)
+    home.lock()  # from here to the end: a second server is told in one line, before anything listens
+    try:
+        _run(home, settings, resolve_model, on_ready)
+    finally:
+        home.unlock()
+
+
+def _run(home: Home, settings: Settings, resolve_model: ResolveModel | None, on_ready: Callable[[Ready], None]) -> None:
+    Database(settings.store or home.store, alone=True).close()  # a broken file is told in one line too
     listener = _listen(settings.host, settings.port)
     host, port = listener.getsockname()[:2]
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -79,7 +105,10 @@ def run(
         on_ready(Ready(url, home.root, home.key_file, key if key_is_new else None))
 
     _log_to(home, settings.log_format)
-    app = create_app(settings, resolve_model=resolve_model)
+    _allow_many_files()
+    faulthandler.register(signal.SIGUSR1)
+    app = create_app(settings, resolve_model=resolve_model, home=home)
+    logging.getLogger("uvicorn.error").addFilter(lambda _: _start_error(app) is None)  # raised below, in one line
     config = uvicorn.Config(
         app,
         http=ReasonProtocol,
@@ -91,28 +120,28 @@ def run(
         timeout_keep_alive=75,
     )
     server = _Server(config, ready)
-    with contextlib.closing(listener):
+    with contextlib.closing(listener), contextlib.suppress(SystemExit):  # which uvicorn raises when the start fails
         asyncio.run(_serve(server, listener, settings.parent_pipe))
     if not server.started:
-        raise ServerError("the server did not start; the lines above say why")
+        raise _start_error(app) or ServerError("the server did not start; the lines above say why")
+
+
+def _start_error(app: FastAPI) -> Exception | None:
+    return getattr(app.state, "start_error", None)
+
+
+def _allow_many_files() -> None:
+    """Each connection is one, and many systems allow 1024 unless asked."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # as many as there are, then
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _log_to(home: Home, log_format: LogFormat) -> None:
     """What the server does goes to logs/server.log; keys and bodies are never logged."""
-    handler = RotatingFileHandler(home.logs / "server.log", maxBytes=10_000_000, backupCount=3)
-    handler.setFormatter(formatter(log_format))
     root = logging.getLogger("upweight.server")
-    root.addHandler(handler)
+    root.addHandler(LogFile(home.logs / "server.log", log_format))
     root.setLevel(logging.INFO)
-
-
-def _check_store(home: Home, store: str | None) -> None:
-    """Open the store once, so that a second server or a broken file is told in one line before anything listens."""
-    home.lock()
-    try:
-        Database(store or home.store, alone=True).close()
-    finally:
-        home.unlock()
 
 
 def _answer_quickly() -> None:

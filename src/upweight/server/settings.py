@@ -27,7 +27,16 @@ class Settings(BaseSettings):
     log_format: LogFormat = Field(default="text", description="lines of logs/server.log: text, or json for a collector")
     parent_pipe: bool = Field(default=False, description="stop when standard input reaches its end")
 
-    max_running: int = Field(default=1, ge=1, description="jobs with a worker process at the same time; others queue")
+    max_running: int = Field(
+        default=1,
+        ge=1,
+        description="jobs with a worker process at the same time, if their memory suffices; others queue",
+    )
+    memory_gb: float | None = Field(
+        default=None,
+        gt=0,
+        description="what jobs that run together may need, by estimate, in GB; None = as much as the machine has free",
+    )
     idle_memory_gb: float | None = Field(
         default=None,
         ge=0,

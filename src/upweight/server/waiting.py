@@ -70,6 +70,8 @@ def _whole(facts: Facts) -> tuple[State, str]:
         case "succeeded" | "failed" | "cancelled":
             return "over", facts.reason or facts.job_status
         case "queued":
+            if facts.reason.startswith("waits for memory"):
+                return "waiting", "W" + facts.reason[1:].partition(";")[0]
             return (
                 "waiting",
                 f"Waits for a place: {facts.places} {'job' if facts.places == 1 else 'jobs'} may run at a time",

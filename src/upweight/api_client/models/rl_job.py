@@ -31,7 +31,7 @@ class JobStatus(WireModel):
     object: str = "fine_tuning.job.status"
     inference_version: int | None
     total_batches: int | None
-    filled_batches: int
+    filled_batches: int = Field(ge=0)
 
 
 class BatchStatus(Enum):

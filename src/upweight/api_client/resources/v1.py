@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import cached_property
 from typing import Any
 
+from upweight.api_client._outage import Outage
 from upweight.api_client._responses import parse
+from upweight.api_client._retry import call_limits, is_retryable
 from upweight.api_client.models import fine_tuning as models
 from upweight.api_client.models._base import to_body
 from upweight.api_client.resources._base import JobCollection, JobResource, Resource, present
 from upweight.api_client.resources.files import Files
 
+LEAST_LOOK_S = 1.0  # that a look has, however near the end of a wait is
 FINAL_STATES = (models.Status.succeeded, models.Status.failed, models.Status.cancelled)
 SingleCheckpoint = models.OpenaiTypesFineTuningJobsFineTuningJobCheckpointFineTuningJobCheckpoint
 
@@ -117,18 +121,37 @@ class Jobs(JobCollection):
     def wait(self, *, job_id: str, timeout: float | None = None, poll_interval: float = 2.0) -> models.FineTuningJob:
         """Poll until the job succeeded, failed or was cancelled; times in seconds.
 
+        A server that does not answer for a while is waited for: the job goes on without it. Each outage is logged, and its end.
+
         Raises:
             TimeoutError: it is still going on after `timeout`.
+            APIError: the server refuses to tell, now and later: an unknown job, say, or a wrong key.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
+        outage = Outage(f"job {job_id}")
         while True:
-            job = self.get(job_id=job_id)
-            if job.status in FINAL_STATES:
+            job = self._look(job_id, deadline, outage)
+            if job is not None and job.status in FINAL_STATES:
                 return job
             if deadline is not None and time.monotonic() >= deadline:
+                if job is None:
+                    raise TimeoutError(f"Job {job_id}: {outage}; gave up after {timeout} s") from outage.error
                 status = getattr(job.status, "value", job.status)  # unknown ones are plain text
                 raise TimeoutError(f"Job {job_id} is still {status} after {timeout} s")
             time.sleep(poll_interval if deadline is None else max(0.0, min(poll_interval, deadline - time.monotonic())))
+
+    def _look(self, job_id: str, deadline: float | None, outage: Outage) -> models.FineTuningJob | None:
+        """The job, or None when the server did not answer but may later."""
+        try:
+            with call_limits(deadline=deadline, least=LEAST_LOOK_S) if deadline is not None else nullcontext():
+                job = self.get(job_id=job_id)
+        except Exception as error:
+            if not is_retryable(error):
+                raise
+            outage.note(error)
+            return None
+        outage.end()
+        return job
 
     def wait_for_job(
         self, *, job_id: str, timeout: float | None = None, poll_interval: float = 2.0

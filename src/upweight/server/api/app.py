@@ -9,6 +9,7 @@ from typing import Any
 from fastapi import FastAPI
 
 from upweight import __version__
+from upweight.errors import UpweightError
 from upweight.server import leftovers
 from upweight.server.api import (
     checkpoint_routes,
@@ -33,12 +34,19 @@ from upweight.server.store.database import Database
 from upweight.server.supervision.supervisor import Supervisor
 
 
-def create_app(settings: Settings, *, resolve_model: ResolveModel | None = None) -> FastAPI:
-    """The server of the home folder in `settings`. `resolve_model(name)` returns an object with `.path`, or raises ModelError."""
+def create_app(settings: Settings, *, resolve_model: ResolveModel | None = None, home: Home | None = None) -> FastAPI:
+    """The server of the home folder in `settings`. `resolve_model(name)` returns an object with `.path`, or raises ModelError.
+
+    `home`: that folder, if the caller has locked it already. An error of ours that ends the start is kept in `state.start_error`.
+    """
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        parts = await _start(settings, resolve_model or _resolve_installed)
+        try:
+            parts = await _start(settings, home or Home(settings.home), resolve_model or _resolve_installed)
+        except UpweightError as error:
+            app.state.start_error = error
+            raise
         app.state.parts = parts
         try:
             yield
@@ -72,8 +80,7 @@ def create_app(settings: Settings, *, resolve_model: ResolveModel | None = None)
     return app
 
 
-async def _start(settings: Settings, resolve_model: ResolveModel) -> Parts:
-    home = Home(settings.home)
+async def _start(settings: Settings, home: Home, resolve_model: ResolveModel) -> Parts:
     home.lock()
     try:
         database = Database(settings.store or home.store, alone=True)

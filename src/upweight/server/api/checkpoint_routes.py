@@ -13,9 +13,10 @@ from sqlalchemy import Row
 from starlette.background import BackgroundTask
 
 from upweight.server.api import openapi
-from upweight.server.api.context import JobOf, Parts, PartsOf, parse_json, read_body
+from upweight.server.api.context import JobOf, Parts, PartsOf, parse_json
 from upweight.server.api.job_answers import checkpoint_answer, checkpoint_version
 from upweight.server.api.paging import DEFAULT_LIMIT, Limit
+from upweight.server.api.small_bodies import read_small_body
 from upweight.server.home import model_bytes
 from upweight.server.refusals import Refusal, invalid, not_found
 from upweight.server.store import models, versions
@@ -66,7 +67,7 @@ async def download(checkpoint_id: str, job: JobOf, parts: PartsOf) -> FileRespon
 @router.post("/{checkpoint_id}/promote", openapi_extra=openapi.PROMOTION)
 async def promote(request: Request, checkpoint_id: str, job: JobOf, parts: PartsOf) -> dict[str, Any]:
     """Make a model of the checkpoint. Body: nothing, or {"name": what to call it}."""
-    body = await read_body(request)
+    body = await read_small_body(request)
     given = parse_json(body) if body.strip() else {}
     row = await _row(parts, job, checkpoint_id)
     name = given.get("name", f"{job.request.get('suffix') or job.id}-{row.version}")

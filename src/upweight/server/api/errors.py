@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 from typing import Any
 
@@ -15,12 +14,13 @@ from starlette.requests import ClientDisconnect
 from upweight.errors import StoreError
 from upweight.server.ascii_json import AsciiJSON
 from upweight.server.error_bodies import anthropic_error_body, error_body, is_anthropic, reads_error_objects
+from upweight.server.home import NO_ROOM, SHORT
 from upweight.server.reasons import reason_header
 from upweight.server.refusals import Refusal
 
 log = logging.getLogger(__name__)
 
-NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM})
+LONGEST_PATH = 200  # characters that an answer repeats
 RETRY_AFTER = {503: "2", 429: "1"}  # seconds
 
 
@@ -50,6 +50,16 @@ def text_of(detail: Any) -> str:
     return "; ".join(str(item.get("msg", item)) for item in detail) if isinstance(detail, list) else str(detail)
 
 
+def _told(request: Request, error: HTTPException) -> str:
+    """Those of a path or method without a route come with two words."""
+    what = f"{request.method} {request.url.path[:LONGEST_PATH]!r}"
+    if error.status_code == 404 and error.detail == "Not Found":
+        return f"{what} is no route of this server; GET /openapi.json lists them"
+    if error.status_code == 405:
+        return f"{what} is not offered; allowed: {(error.headers or {}).get('Allow', 'nothing')}"
+    return error.detail
+
+
 def install(app: FastAPI) -> None:
     @app.exception_handler(Refusal)
     async def _refusal(request: Request, refusal: Refusal) -> AsciiJSON:
@@ -57,7 +67,9 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> AsciiJSON:
-        return answer(request, error.status_code, error.detail)
+        found = answer(request, error.status_code, _told(request, error))
+        found.headers.update(error.headers or {})  # of a 405: what is allowed
+        return found
 
     @app.exception_handler(RequestValidationError)
     async def _invalid(request: Request, error: RequestValidationError) -> AsciiJSON:
@@ -84,6 +96,9 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(OSError)
     async def _disk(request: Request, error: OSError) -> AsciiJSON:
+        if error.errno in SHORT:
+            log.error("machine: %s", error)
+            return answer(request, 503, f"the server's machine is short of something now: {error.strerror}; try again")
         if error.errno not in NO_ROOM:
             log.error("%s %s", request.method, request.url.path, exc_info=error)
             return await _bug(request, error)

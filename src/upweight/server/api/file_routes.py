@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -23,6 +24,8 @@ MOST_LISTED = 10_000
 FORM_ROOM = 1_000_000  # bytes that a form may have besides its file
 
 Limit = Annotated[int, Query(ge=1, le=MOST_LISTED)]
+
+log = logging.getLogger(__name__)
 
 router = APIRouter(prefix="/v1/files")
 
@@ -95,7 +98,10 @@ async def content(file_id: str, parts: PartsOf, project: ProjectOf) -> FileRespo
 async def delete(file_id: str, parts: PartsOf, project: ProjectOf) -> dict[str, Any]:
     """Jobs that use the file go on: each has its own copy."""
     await parts.database.write(lambda c: files.delete_file(c, file_id, project))
-    await asyncio.to_thread(parts.home.file(file_id).unlink, missing_ok=True)
+    try:
+        await asyncio.to_thread(parts.home.file(file_id).unlink, missing_ok=True)
+    except OSError as error:  # for everybody it is gone; what is left of it goes at the next start
+        log.warning("file %s is deleted, its content cannot be removed: %s", file_id, error)
     return {"id": file_id, "object": "file", "deleted": True}
 
 
@@ -109,7 +115,7 @@ async def _refuse_without_room(parts: Parts, announced: int, limit: int) -> None
         which = "free disk space" if free < budget else "disk budget UPWEIGHT_DISK_BUDGET_GB"
         raise Refusal(
             507,
-            f"the file needs {announced / 1e9:.2f} GB, {max(0.0, min(budget, free)) / 1e9:.2f} GB are left of the {which}",
+            f"the file needs {announced / 1e6:.3g} MB, {max(0.0, min(budget, free)) / 1e6:.3g} MB are left of the {which}",
         )
 
 

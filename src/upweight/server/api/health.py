@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import shutil
+from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter
@@ -10,7 +13,9 @@ from upweight.server.api.context import PartsOf, ProjectOf
 from upweight.server.api.errors import RETRY_AFTER
 from upweight.server.api.model_names import job_for_model, served_jobs
 from upweight.server.ascii_json import AsciiJSON
+from upweight.server.refusals import Refusal
 from upweight.server.store import jobs
+from upweight.server.store import models as promoted
 from upweight.server.store.jobs import Job
 
 # What can be asked of every model served here; a client can look before it relies on something.
@@ -22,12 +27,14 @@ CAPABILITIES = (
 router = APIRouter()
 
 
+@router.head("/healthz", include_in_schema=False)
 @router.get("/healthz")
 async def alive() -> dict[str, str]:
     """This process answers."""
     return {"status": "ok"}
 
 
+@router.head("/health", include_in_schema=False)
 @router.get("/health")
 async def health(parts: PartsOf) -> AsciiJSON:
     """503 while a model that was served cannot be asked: its engine ended, and the job's next worker is not there yet."""
@@ -43,6 +50,7 @@ async def health(parts: PartsOf) -> AsciiJSON:
     return AsciiJSON({"status": "unavailable", "detail": detail}, 503, headers)
 
 
+@router.head("/readyz", include_in_schema=False)
 @router.get("/readyz")
 async def ready(parts: PartsOf) -> dict[str, str]:
     """Answers once the store does."""
@@ -60,6 +68,23 @@ async def models(parts: PartsOf, project: ProjectOf) -> dict[str, Any]:
 @router.get("/v1/models/{name:path}")
 async def model(name: str, parts: PartsOf, project: ProjectOf) -> dict[str, Any]:
     return _model(await parts.database.read(lambda c: job_for_model(c, project, name, unknown=404)))
+
+
+@router.delete("/v1/models/{name:path}")
+async def delete_model(name: str, parts: PartsOf, project: ProjectOf) -> dict[str, Any]:
+    """Of models that were promoted; the others are those of their jobs."""
+    row = await parts.database.read(lambda c: promoted.find_model(c, project, name))
+    if row is None:
+        job = await parts.database.read(lambda c: job_for_model(c, project, name, unknown=404))
+        raise Refusal(
+            409, f"model {name!r} is that of job {job.id}, which keeps it; only promoted models can be deleted"
+        )
+    await parts.database.write(lambda c: promoted.delete_model(c, row))
+    await parts.supervisor.stop_serving(row.id)
+    folder = Path(row.path)
+    if folder.parent == parts.home.models:  # what a restart would find without a row goes then
+        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+    return {"id": row.id, "object": "model", "deleted": True}
 
 
 def _model(job: Job) -> dict[str, Any]:

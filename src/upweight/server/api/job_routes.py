@@ -16,12 +16,12 @@ from upweight.server.api.context import (
     ProjectOf,
     answered_before,
     parse_json,
-    read_body,
     write_once,
 )
 from upweight.server.api.job_answers import job_answer
 from upweight.server.api.job_requests import parse_request, refuse_without_room, resolve_model
 from upweight.server.api.paging import DEFAULT_LIMIT, Limit
+from upweight.server.api.small_bodies import read_small_body
 from upweight.server.file_methods import FileMethod
 from upweight.server.store import jobs
 
@@ -30,7 +30,7 @@ router = APIRouter(prefix="/v1/fine_tuning/jobs")
 
 @router.post("", openapi_extra=openapi.JOB)
 async def create(request: Request, parts: PartsOf, project: ProjectOf) -> dict[str, Any]:
-    body = await read_body(request)
+    body = await read_small_body(request)
     if (first := await answered_before(request, project, body)) is not None:
         return first
     wanted = parse_request(parse_json(body), local_tracking=parts.settings.local_tracking)

@@ -42,6 +42,7 @@ A browser shows the same as a page. All routes but this one, its document and he
 router = APIRouter()
 
 
+@router.head("/", include_in_schema=False)
 @router.get("/")
 async def front(request: Request) -> Response:
     """The page for a browser, a list of routes for everything else."""

@@ -23,6 +23,7 @@ from upweight.server.api.context import (
     write_once,
 )
 from upweight.server.api.progress import explain, progress
+from upweight.server.api.small_bodies import read_small_body
 from upweight.server.api.uploads import parse_upload
 from upweight.server.ascii_json import AsciiJSON
 from upweight.server.methods import needs_task
@@ -34,6 +35,7 @@ from upweight.server.store.uploads import Upload
 from upweight.server.waiting import Facts, explain_wait
 
 LARGEST_INDEX = 2**31 - 1
+MOST_METRICS, LONGEST_METRIC = 500, 250  # of a call; characters of a name
 QUICKLY_READ = 256 * 1024  # bytes of an upload that are read at once: it takes less than a millisecond
 Since = Annotated[int, Query(ge=-1, le=LARGEST_INDEX)]
 
@@ -100,7 +102,7 @@ async def get_batch(batch_index: int, job: JobOf, parts: PartsOf) -> dict[str, A
 
 @router.post("/batches", openapi_extra=openapi.BATCH)
 async def create_batch(request: Request, job: JobOf, parts: PartsOf, project: ProjectOf) -> dict[str, Any]:
-    body = await read_body(request)
+    body = await read_small_body(request)
     index = _index(parse_json(body), "index")
     answer, _ = await write_once(
         request, project, body, lambda c: batches.create_batch(c, get_job(c, job.id, project), index)
@@ -160,18 +162,22 @@ async def _names_groups(parts: Parts, project: str, job_id: str) -> bool:
 
 @router.post("/metrics", openapi_extra=openapi.METRICS)
 async def add_metrics(request: Request, job: JobOf, project: ProjectOf) -> dict[str, Any]:
-    body = await read_body(request)
+    body = await read_small_body(request)
     given = parse_json(body)
     index, metrics = _index(given, "batch_index"), given.get("metrics")
     if not isinstance(metrics, dict) or not metrics:
         raise invalid(("body", "metrics"), "metrics must be an object {name: number}")
+    if len(metrics) > MOST_METRICS:
+        text = f"metrics has {len(metrics)} names, the limit is {MOST_METRICS}; send means, not single values"
+        raise invalid(("body", "metrics"), text)
     for name, value in metrics.items():
         if not isinstance(value, int | float) or isinstance(value, bool) or not is_finite32(value):
             raise invalid(
                 ("body", "metrics", name), f"metric {name!r} = {value!r}: a finite number of 32 bits is needed"
             )
-        if not name.isprintable():
-            raise invalid(("body", "metrics", name), f"metric name {name!r}: printable characters are needed")
+        if not name.isprintable() or len(name) > LONGEST_METRIC:
+            text = f"metric name {name[:LONGEST_METRIC]!r}: at most {LONGEST_METRIC} printable characters are needed"
+            raise invalid(("body", "metrics", name[:LONGEST_METRIC]), text)
 
     def effect(connection: Any) -> dict[str, Any]:
         jobs.add_client_metrics(connection, job.id, index, metrics)

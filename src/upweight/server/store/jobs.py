@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from sqlalchemy import Connection, Row, bindparam, insert, select, update
@@ -12,6 +13,7 @@ from sqlalchemy import Connection, Row, bindparam, insert, select, update
 from upweight.server.refusals import Refusal, not_found
 from upweight.server.store import schema
 
+METRICS_TOLD = 20  # in the words of an event; its data has all
 TERMINAL = frozenset({"succeeded", "failed", "cancelled"})
 _PAST = {"succeeded": "has succeeded", "failed": "has failed", "cancelled": "was cancelled"}
 
@@ -130,6 +132,28 @@ def set_state(connection: Connection, job_id: str, job_status: str, reason: str 
     return changed.rowcount == 1
 
 
+def cancel(connection: Connection, job_id: str) -> bool:
+    """False if the job is over already."""
+    if not set_state(connection, job_id, "cancelled", "cancelled by request"):
+        return False
+    add_event(connection, job_id, "job cancelled by request")
+    return True
+
+
+def fail(connection: Connection, job_id: str, code: str, message: str) -> None:
+    """`code` names the kind of failure in the answer's error object. A job that is over stays as it is."""
+    if not set_state(connection, job_id, "failed", message):
+        return
+    set_fields(connection, job_id, error={"code": code, "message": message, "param": None})
+    add_event(connection, job_id, f"job failed: {message}", level="error", data={"code": code})
+
+
+def succeed(connection: Connection, job_id: str, why: str, weights: str) -> None:
+    """`weights`: the folder that they lie in."""
+    set_fields(connection, job_id, weights=weights)
+    set_state(connection, job_id, "succeeded", why)
+
+
 def pause(connection: Connection, job_id: str) -> None:
     """Raises Refusal 409 if the job is over."""
     if not _is_paused(connection, job_id):
@@ -218,7 +242,8 @@ def _event_answer(row: Any) -> dict[str, Any]:
 def add_client_metrics(connection: Connection, job_id: str, batch_index: int, metrics: dict[str, float]) -> None:
     row = {"job_id": job_id, "batch_index": batch_index, "created_at": time.time(), "metrics": metrics}
     connection.execute(insert(schema.client_metrics).values(**row))
-    text = ", ".join(f"{name} {value:.6g}" for name, value in metrics.items())
+    told = [f"{name} {value:.6g}" for name, value in islice(metrics.items(), METRICS_TOLD)]
+    text = ", ".join([*told, *([f"and {len(metrics) - len(told)} more"] if len(metrics) > len(told) else [])])
     add_event(
         connection, job_id, f"batch {batch_index}: {text}", type="metrics", data={"batch_index": batch_index, **metrics}
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import secrets
 import time
 
-from sqlalchemy import Connection, Row, insert, or_, select
+from sqlalchemy import Connection, Row, delete, insert, or_, select
 
 from upweight.server.refusals import Refusal
 from upweight.server.store import schema
@@ -41,6 +41,19 @@ def find_model(connection: Connection, project: str, name: str) -> Row | None:
     table = schema.models
     named = or_(table.c.id == name, table.c.name == name)
     return connection.execute(select(table).where(table.c.project == project, named)).first()
+
+
+def delete_model(connection: Connection, row: Row) -> None:
+    """Raises Refusal 409 while a job needs its weights: to train, or to be served."""
+    table = schema.jobs
+    needing = select(table.c.id).where(
+        table.c.model_path == row.path, table.c.job_status.not_in(("failed", "cancelled"))
+    )
+    if (job_id := connection.scalar(needing.limit(1))) is not None:
+        raise Refusal(
+            409, f"model {row.name!r} is the start model of job {job_id}, which needs it; cancel the job first"
+        )
+    connection.execute(delete(schema.models).where(schema.models.c.id == row.id))
 
 
 def list_models(connection: Connection, project: str) -> list[Row]:

@@ -26,7 +26,7 @@ import psutil
 from sqlalchemy.exc import OperationalError
 
 from upweight.errors import StoreError
-from upweight.server.home import Home
+from upweight.server.home import NO_ROOM, SHORT, Home
 from upweight.server.refusals import Refusal
 from upweight.server.settings import Settings
 from upweight.server.store import completions, jobs, versions
@@ -91,11 +91,27 @@ class JobRunner:
             try:
                 return await self._run_once()
             except (StoreError, OperationalError) as error:
-                # A full disk or a lost volume is nobody's failure: what is stored stays valid, so start again from it.
                 waits = "job %s: the store does not answer: %s; next try in %g s"
                 log.error(waits, self.job_id, error, STORE_PAUSE, extra=self._facts)
-                await self._stop_worker()
-                await asyncio.sleep(STORE_PAUSE)
+            except OSError as error:  # one of NO_ROOM and SHORT
+                log.error("job %s: %s; next try in %g s", self.job_id, error, STORE_PAUSE, extra=self._facts)
+                await self._say(error)
+            # A full disk or a lost volume is nobody's failure: what is stored stays valid, so start again from it.
+            await self._stop_worker()
+            await asyncio.sleep(STORE_PAUSE)
+            if await self._ended_meanwhile():
+                return None
+
+    async def _ended_meanwhile(self) -> bool:
+        """Whether its end was stored, and something behind that failed."""
+        with contextlib.suppress(StoreError, OperationalError):
+            return (await self._job()).is_over
+        return False
+
+    async def _say(self, error: OSError) -> None:
+        what = "the server cannot write to its disk" if error.errno in NO_ROOM else "the machine is short of something"
+        with contextlib.suppress(StoreError, OperationalError):  # the store may lie on the same disk
+            await self._state("loading", f"{what} ({error.strerror}): make room; next try in {STORE_PAUSE:g} s")
 
     async def _run_once(self) -> None:
         try:
@@ -107,9 +123,16 @@ class JobRunner:
             raise
         except (StoreError, OperationalError):
             raise
-        except Exception as error:  # an error of ours fails its job, not the other jobs
-            log.exception("job %s: supervision failed", self.job_id, extra=self._facts)
-            await self._fail("internal_error", f"{type(error).__name__}: {error}")
+        except OSError as error:
+            if error.errno in NO_ROOM | SHORT:
+                raise
+            await self._fail_by_bug(error)
+        except Exception as error:  # noqa: BLE001 - an error of ours fails its job, not the other jobs
+            await self._fail_by_bug(error)
+
+    async def _fail_by_bug(self, error: Exception) -> None:
+        log.error("job %s: supervision failed", self.job_id, exc_info=error, extra=self._facts)
+        await self._fail("internal_error", f"{type(error).__name__}: {error}")
 
     async def _live(self) -> None:
         while True:
@@ -371,8 +394,7 @@ class JobRunner:
                 await self._state("running", f"{text}; next try in {STORE_PAUSE:g} s")
                 await asyncio.sleep(STORE_PAUSE)
         await self._event(f"{ending}; weights of version {version}: {weights}")
-        await self.database.write(lambda c: jobs.set_fields(c, self.job_id, weights=str(weights)))
-        await self.database.write(lambda c: jobs.set_state(c, self.job_id, "succeeded", ending))
+        await self.database.write(lambda c: jobs.succeed(c, self.job_id, ending, str(weights)))
         await self.database.write(lambda c: completions.forget(c, self.job_id))
 
     async def _save(self, worker: WorkerProcess, job: Job, version: int, weights: Path) -> None:
@@ -385,11 +407,8 @@ class JobRunner:
 
     async def _fail(self, code: str, message: str) -> None:
         self.gate.close(Refusal(409, f"job {self.job_id} failed: {message}"))
-        await self.database.write(
-            lambda c: jobs.set_fields(c, self.job_id, error={"code": code, "message": message, "param": None})
-        )
-        await self.database.write(lambda c: jobs.set_state(c, self.job_id, "failed", message))
-        await self._event(f"job failed: {message}", level="error", data={"code": code})
+        log.info("job %s: failed: %s", self.job_id, message, extra=self._facts)
+        await self.database.write(lambda c: jobs.fail(c, self.job_id, code, message))
         await self._stop_worker()
 
     async def _stop_worker(self) -> None:

@@ -1,8 +1,9 @@
 """All jobs of this server: which run, which wait for a place, which only serve.
 
 Invariants:
-* At most `max_running` worker processes exist. A job that trains keeps its place; a worker that only serves gives it up as soon as a
-  queued job needs it, and is started again when it is asked.
+* At most `max_running` worker processes exist, and a second one only where its job's estimate of memory fits. A job that trains keeps
+  its place; a worker that only serves gives it up as soon as a queued job needs it, and is started again when it is asked.
+* Jobs get their places in the order of the queue: none overtakes another because it is small.
 * On start every job that is not over is queued again, oldest first, but for the paused ones.
 * A paused job holds no place and takes samples; resumed, it goes on from its last checkpoint and replays what was trained since.
 """
@@ -14,8 +15,11 @@ import logging
 import time
 from functools import partial
 
+import psutil
 from sqlalchemy import Connection
+from sqlalchemy.exc import OperationalError
 
+from upweight.errors import StoreError
 from upweight.server.home import Home
 from upweight.server.refusals import Refusal
 from upweight.server.settings import Settings
@@ -25,11 +29,14 @@ from upweight.server.store.jobs import Job
 from upweight.server.store.models import PROMOTED
 from upweight.server.supervision import checkpoints
 from upweight.server.supervision.gate import Gate
+from upweight.server.supervision.memory import job_bytes, shortage
 from upweight.server.supervision.runner import JobRunner
 from upweight.server.supervision.specs import log_file, worker_spec
 from upweight.server.supervision.tracking import Tracking
 from upweight.server.supervision.worker_process import WorkerDied, WorkerProcess, start_worker
 from upweight.server.worker_protocol import WorkerMode
+
+PLACES_PAUSE = 30.0  # seconds between looks for memory that others have freed
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +56,7 @@ class Supervisor:
         self._idle: dict[str, WorkerProcess] = {}  # jobs that are over and still served
         self._loading: dict[str, asyncio.Task[None]] = {}  # workers being started to serve a job that is over
         self._chores: set[asyncio.Task[None]] = set()
+        self._needs: dict[str, int] = {}  # bytes of memory of a job that runs or is next, by estimate
         self._places = asyncio.Lock()
         self._turns: dict[str, asyncio.Lock] = {}  # one order of a person to a job at a time
         self._stopping = False
@@ -90,20 +98,26 @@ class Supervisor:
         self._fill_places_soon()
 
     async def _cancel(self, job_id: str) -> None:
-        changed = await self.database.write(lambda c: jobs.set_state(c, job_id, "cancelled", "cancelled by request"))
-        if not changed:
+        if not await self.database.write(lambda c: jobs.cancel(c, job_id)):
             return
-        await self.database.write(lambda c: jobs.add_event(c, job_id, "job cancelled by request"))
         self.gate(job_id).close(Refusal(409, f"job {job_id} is cancelled"))
         await self._take_out(job_id)
         await self.tracking.forget(job_id)
         await self.database.write(lambda c: completions.forget(c, job_id))
 
     async def pause(self, job_id: str) -> None:
-        """Stop the job's worker and give up its place. Does nothing if it is paused; raises Refusal 409 if it is over."""
+        """Stop the job's worker and give up its place. Does nothing if it is paused; raises Refusal 409 if it is over.
+
+        A pause that cannot be stored is none: the job goes on.
+        """
         async with self._turn(job_id):
-            await self._take_out(job_id)
-            await self.database.write(lambda c: jobs.pause(c, job_id))
+            was_on = await self._take_out(job_id)
+            try:
+                await self.database.write(lambda c: jobs.pause(c, job_id))
+            except (StoreError, OperationalError):
+                if was_on and not (await self.database.read(lambda c: jobs.get_job(c, job_id))).is_over:
+                    self.submit(job_id)
+                raise
         self._fill_places_soon()
 
     async def resume(self, job_id: str) -> None:
@@ -115,13 +129,16 @@ class Supervisor:
     def _turn(self, job_id: str) -> asyncio.Lock:
         return self._turns.setdefault(job_id, asyncio.Lock())
 
-    async def _take_out(self, job_id: str) -> None:
-        """Out of the queue, or its worker stopped."""
-        if job_id in self._queue:
+    async def _take_out(self, job_id: str) -> bool:
+        """Out of the queue, or its worker stopped. Whether it was queued or ran."""
+        waited = job_id in self._queue
+        if waited:
             self._queue.remove(job_id)
-        if (task := self._tasks.get(job_id)) is not None:
-            task.cancel()
-            await asyncio.wait({task})
+        if (task := self._tasks.get(job_id)) is None:
+            return waited
+        task.cancel()
+        await asyncio.wait({task})
+        return True
 
     def gate(self, job_id: str) -> Gate:
         return self._gates.setdefault(job_id, Gate())
@@ -149,19 +166,61 @@ class Supervisor:
     # Places
 
     def _fill_places_soon(self) -> None:
+        if self._stopping:
+            return
         # In a task of its own: the lock may be held while a serving worker loads.
         task = asyncio.create_task(self._fill_places())
         self._chores.add(task)
         task.add_done_callback(self._chores.discard)
 
+    def _fill_places_later(self) -> None:
+        asyncio.get_running_loop().call_later(PLACES_PAUSE, self._fill_places_soon)
+
     async def _fill_places(self) -> None:
         async with self._places:
-            while self._queue and not self._stopping:
-                if not await self._make_place():
-                    await self._tell_the_waiting()
-                    return
-                if self._queue:  # it may have been emptied while a place was made
-                    self._begin(self._queue.pop(0))
+            try:
+                while self._queue and not self._stopping:
+                    if not await self._begin_next(self._queue[0]):
+                        return
+            except (StoreError, OperationalError, OSError) as error:
+                log.warning("places are not filled: %s; next try in %g s", error, PLACES_PAUSE)
+                self._fill_places_later()
+
+    async def _begin_next(self, job_id: str) -> bool:
+        """Whether there was a place for the job."""
+        if (lack := await self._lack_of_memory(job_id)) or not await self._make_place():
+            await self._tell_the_waiting(lack)
+            return False
+        if job_id in self._queue:  # it may have been taken out while a place was made
+            self._queue.remove(job_id)
+            self._begin(job_id)
+        return True
+
+    async def _lack_of_memory(self, job_id: str) -> str | None:
+        """Why the job has to wait for memory. Where serving workers are what is in the way, they are stopped."""
+        job = await self.database.read(lambda c: jobs.get_job(c, job_id))
+        needed = self._needs[job_id] = await asyncio.to_thread(job_bytes, job)
+        if (lack := self._shortage(needed, serving=[])) is not None:
+            return lack
+        while self._idle and self._shortage(needed, serving=list(self._idle)):
+            await self._retire(self._least_used())
+        return None
+
+    def _shortage(self, needed: int, *, serving: list[str]) -> str | None:
+        """`serving`: the serving workers that would stay."""
+        limit = self.settings.memory_gb
+        running = [
+            (self._needs.get(job_id, 0), runner.worker.memory_bytes() if runner.worker is not None else 0)
+            for job_id, runner in self._runners.items()
+        ]
+        held = {job_id: worker.memory_bytes() for job_id, worker in self._idle.items()}
+        freed = sum(size for job_id, size in held.items() if job_id not in serving)
+        return shortage(
+            needed,
+            [*running, *((held[job_id], held[job_id]) for job_id in serving)],
+            free=psutil.virtual_memory().available + freed,
+            limit=None if limit is None else int(limit * 1e9),
+        )
 
     async def _make_place(self) -> bool:
         """Whether a worker may be started; stops the serving worker that was used longest ago if it must."""
@@ -171,8 +230,18 @@ class Supervisor:
             return True
         if not self._idle:
             return False
-        await self._retire(min(self._idle, key=lambda job_id: self._idle[job_id].last_used))
+        await self._retire(self._least_used())
         return True
+
+    def _least_used(self) -> str:
+        return min(self._idle, key=lambda job_id: self._idle[job_id].last_used)
+
+    async def stop_serving(self, job_id: str) -> None:
+        """Of a model that is not there any more."""
+        async with self._places:
+            if job_id in self._idle:
+                await self._retire(job_id)
+        self._fill_places_soon()
 
     async def _retire(self, job_id: str) -> None:
         self.gate(job_id).shut()
@@ -191,12 +260,18 @@ class Supervisor:
         )
         await self.database.write(partial(jobs.add_event, job_id=job_id, message=text))
 
-    async def _tell_the_waiting(self) -> None:
+    async def _tell_the_waiting(self, lack: str | None) -> None:
+        """`lack`: why the first of them waits, if not for a place. Others may free memory, so it is tried again."""
+        if lack is not None:
+            self._fill_places_later()
         running = ", ".join(self._runners)
-        for job_id in self._queue:
-            reason = f"waits for a place; running: {running}"
+        for index, job_id in enumerate(self._queue):
+            reason = f"{lack if lack and index == 0 else 'waits for a place'}; running: {running}"
             waits = partial(jobs.set_state, job_id=job_id, job_status="queued", reason=reason)
-            await self.database.write(waits)
+            try:
+                await self.database.write(waits)
+            except (StoreError, OperationalError) as error:
+                log.warning("job %s: that it waits for a place cannot be stored: %s", job_id, error)
 
     def _begin(self, job_id: str) -> None:
         runner = JobRunner(job_id, self.database, self.home, self.settings)
@@ -212,12 +287,13 @@ class Supervisor:
             await runner.run()
         finally:
             self._runners.pop(runner.job_id, None)
+            self._needs.pop(runner.job_id, None)
             self._tasks.pop(runner.job_id, None)
             self.tracking.end(runner.job_id)
             if runner.worker is not None and not self._stopping:
                 self._idle[runner.job_id] = runner.worker
+            self._fill_places_soon()  # however it ended: its place is free
         await self._retire_if_large(runner.job_id)
-        self._fill_places_soon()
 
     async def _serve_again(self, job: Job) -> None:
         """Start a worker that only serves, unless one does. The request that asked may go away: others wait for it too."""

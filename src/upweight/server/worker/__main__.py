@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
+import signal
 import sys
 import threading
 from pathlib import Path
@@ -16,6 +18,7 @@ ENGINE_FAILED = 4
 
 def main() -> None:
     spec = WorkerSpec.model_validate_json(Path(sys.argv[1]).read_bytes())
+    faulthandler.register(signal.SIGUSR1)  # what it does now, into the log of its job
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("jax").setLevel(logging.WARNING)
     threading.Thread(target=_die_with_parent, name="parent", daemon=True).start()
