@@ -18,7 +18,7 @@ from sqlalchemy import Connection
 
 from upweight.errors import StoreError
 from upweight.server.refusals import Refusal
-from upweight.server.store import batches, jobs, repeats, versions
+from upweight.server.store import batches, engines, jobs, repeats, versions
 from upweight.server.store import counts as kept
 from upweight.server.store.database import Database
 from upweight.server.store.rows import NewSample, pack_sample
@@ -296,6 +296,16 @@ def test_a_file_that_is_no_store_is_one_clear_line(tmp_path: Path) -> None:
     path.write_bytes(b"this is not a database, however long it may be" * 100)
     with pytest.raises(StoreError, match=r"store\.sqlite3 cannot be opened.*--home"):
         Database(path)
+
+
+def test_a_store_that_another_program_holds_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "BUSY_SECONDS", 0.1)
+    path = tmp_path / "store.sqlite3"
+    Database(path).close()
+    with closing(sqlite3.connect(path, isolation_level=None)) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        with pytest.raises(StoreError, match="locked; another program holds it"):
+            Database(path)
 
 
 def test_a_full_disk_refuses_what_it_cannot_keep_and_goes_on_afterwards(tmp_path: Path) -> None:

@@ -188,6 +188,15 @@ def test_bad_samples_are_refused_by_id_and_field(
     assert shared.http.get(shared.rl(job, "batches/0")).json()["sample_count"] == 0
 
 
+def test_an_id_that_is_longer_than_an_index_can_hold_is_refused(shared: Running) -> None:
+    job = shared.create_job()
+    shared.http.post(shared.rl(job, "batches"), json={"index": 0})
+    answer = shared.upload(job, 0, [sample("s" * 257)])
+    assert answer.status_code == 422
+    assert "id has 257 characters, at most 256 are allowed" in answer.json()["detail"][0]["msg"]
+    assert shared.upload(job, 0, [sample("s" * 256)]).status_code == 200
+
+
 def test_uploads_that_are_no_uploads_are_refused(shared: Running) -> None:
     job = shared.create_job()
     shared.http.post(shared.rl(job, "batches"), json={"index": 0})
@@ -247,6 +256,11 @@ def test_a_repeated_post_makes_one_job(shared: Running) -> None:
     ]
     assert answers[0] == answers[1] == answers[2]
     assert shared.http.get("/v1/fine_tuning/jobs").text.count('"suffix":"only once"') == 1
+    long = shared.http.post("/v1/fine_tuning/jobs", json=body, headers={"Idempotency-Key": "k" * 256})
+    assert (long.status_code, long.json()["detail"]) == (
+        400,
+        "Idempotency-Key has 256 characters, at most 255 are allowed",
+    )
     other = shared.http.post("/v1/fine_tuning/jobs", json={**body, "seed": 1}, headers={"Idempotency-Key": "k1"})
     assert other.status_code == 422
 

@@ -27,6 +27,7 @@ from upweight.server.supervision.supervisor import Supervisor
 
 ResolveModel = Callable[[str], Any]
 KEY_HOLDS = 3.0  # seconds that a key is believed without asking the store: it may be revoked meanwhile
+LONGEST_REPEAT_KEY = 255  # characters
 SMALL_BODY = 64 * 1024  # bytes; parsing less than this is quicker than a trip to a thread
 
 
@@ -134,8 +135,10 @@ async def answered_before(request: Request, project: str, body: bytes) -> dict[s
 
 
 def repeat_key(request: Request, body: bytes) -> tuple[str | None, bytes]:
-    """The request's Idempotency-Key, and what tells this request from another one with the same key."""
+    """The request's Idempotency-Key, and what tells this request from another one with the same key. Raises Refusal 400."""
     key = request.headers.get("idempotency-key") or None
+    if key is not None and len(key) > LONGEST_REPEAT_KEY:
+        raise Refusal(400, f"Idempotency-Key has {len(key)} characters, at most {LONGEST_REPEAT_KEY} are allowed")
     return key, hashlib.sha256(f"{request.method} {request.url.path}\n".encode() + body).digest() if key else b""
 
 

@@ -17,6 +17,7 @@ except ModuleNotFoundError:  # it is compiled, and not for every system and Pyth
     simdjson = None  # type: ignore[assignment]
 
 LARGEST_TOKEN = 2**31 - 1
+LONGEST_ID = 256  # characters
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _ARRAYS = ("token_ids", "logprobs", "mask")
 # simdjson names faults by many types; all of them mean that the upload is not as nearly all are.
@@ -111,7 +112,7 @@ def _rest(sample: Any, needs_task: bool) -> dict[str, Any]:
     metadata, debug_info = sample["metadata"].as_dict(), sample["debug_info"].as_dict()
     is_right = (
         isinstance(id, str)
-        and id != ""
+        and 0 < len(id) <= LONGEST_ID
         and isinstance(reward, int | float)
         and not isinstance(reward, bool)
         and is_finite32(reward)

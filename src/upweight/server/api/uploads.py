@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from upweight.server.api.quick_uploads import LARGEST_TOKEN, read_quickly
+from upweight.server.api.quick_uploads import LARGEST_TOKEN, LONGEST_ID, read_quickly
 from upweight.server.refusals import Refusal, problem
 from upweight.server.store.rows import LARGEST_FLOAT32, NewSample, is_finite32, pack_sample
 
@@ -124,6 +124,8 @@ def _describe(item: Any, ids: list[Any]) -> dict[str, Any]:
 def _problems(sample: UploadedSample, needs_task: bool) -> Iterator[tuple[str, str]]:
     if not sample.id:
         yield "id", "id is empty"
+    if len(sample.id) > LONGEST_ID:
+        yield "id", f"id has {len(sample.id)} characters, at most {LONGEST_ID} are allowed"
     if not is_finite32(sample.normalized_reward):
         reward = sample.normalized_reward
         yield "normalized_reward", f"normalized_reward is {reward}, it must be a finite number of 32 bits"

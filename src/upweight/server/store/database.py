@@ -134,9 +134,7 @@ class Database:
                     connection.execute(insert(table).values(name="schema", value=str(schema.SCHEMA_VERSION)))
                 found = _upgraded(connection, found)
         except DatabaseError as error:
-            raise StoreError(
-                f"store {self.name} cannot be opened: {error.orig}; restore it or use another --home"
-            ) from error
+            raise StoreError(f"store {self.name} cannot be opened: {error.orig}; {_remedy(str(error.orig))}") from error
         if found is not None and found != str(schema.SCHEMA_VERSION):
             raise StoreError(
                 f"store {self.name} has schema {found}, this server writes {schema.SCHEMA_VERSION}; use another --home"
@@ -158,6 +156,14 @@ class Database:
                 had_company = len(group) > 1
                 mend(connection)
                 _commit(connection, group)
+
+
+def _remedy(problem: str) -> str:
+    if "locked" in problem:
+        return "another program holds it: end that"
+    if "disk" in problem:
+        return "is the disk full or broken?"
+    return "restore it or use another --home"
 
 
 def _upgraded(connection: Connection, found: str | None) -> str | None:

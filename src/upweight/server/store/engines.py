@@ -23,6 +23,7 @@ StorePlace = Path | str  # a SQLite file, or the URL of a PostgreSQL database
 READERS = 4
 TAKE_SECONDS = 2.0  # for the lock of a server that was killed a moment ago
 CONNECT_SECONDS = 10
+BUSY_SECONDS = 30.0  # that a locked SQLite file is waited for
 ONE_SERVER = 0x7570_7765_6967_6874  # the advisory lock of the one server that may write: "upweight"
 
 
@@ -81,7 +82,9 @@ def _asked(connection: Connection, function: str) -> bool:
 
 
 def _sqlite(path: Path, begin: str, pool: dict[str, Any]) -> Engine:
-    engine = create_engine(f"sqlite:///{path}", connect_args={"check_same_thread": False, "timeout": 30.0}, **pool)
+    engine = create_engine(
+        f"sqlite:///{path}", connect_args={"check_same_thread": False, "timeout": BUSY_SECONDS}, **pool
+    )
 
     @event.listens_for(engine, "connect")
     def _configure(connection: Any, _record: Any) -> None:
