@@ -295,6 +295,7 @@ class Engine:
 
     def _step(self) -> bool:
         """One step; False when there was nothing to do."""
+        began = time.perf_counter()
         self._take_orders()
         self._abort_late()
         swapped = self._swaps.perform()
@@ -310,8 +311,13 @@ class Engine:
         rows = self._constrained(left)
         if rows:
             with self._watchdog.step():
-                drawn = self.runner.decode(rows)
+                drawn = self.runner.decode(rows, plan.beside)
             self._hand_out(rows, drawn)
+            prefills = bool(plan.prefill or plan.beside)
+            self.metrics.step_seconds[prefills].append(time.perf_counter() - began)
+        elif plan.beside is not None:
+            with self._watchdog.step():
+                self.runner.prefill([plan.beside])
         self._failures = 0
         self.metrics.steps += 1
         return True
