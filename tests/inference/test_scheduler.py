@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from upweight.inference.pages import PagePool, PrefixTree
-from upweight.inference.scheduler import Row, Scheduler, StepPlan
+from upweight.inference.scheduler import Row, Scheduler, StepPlan, beside_tokens
 from upweight.inference.types import Request, SamplingParams
 
 
@@ -52,7 +52,11 @@ def check_gap(scheduler: Scheduler, plan: StepPlan, ready: list[Row]) -> None:
     if any(one.request.on_text is not None for one in ready if one in plan.decode):
         pieces = plan.prefill if plan.beside is None else [*plan.prefill, plan.beside]
         assert len(pieces) <= 1
-        assert all(piece.count <= scheduler.beside_prefill and piece.row not in plan.decode for piece in pieces)
+        assert all(
+            piece.count <= min(beside_tokens(len(plan.decode)), scheduler.prefill_budget)
+            and piece.row not in plan.decode
+            for piece in pieces
+        )
 
 
 prompts = st.lists(st.integers(0, 2), min_size=1, max_size=10)
@@ -79,7 +83,7 @@ def test_every_row_reads_its_own_past_and_finishes(
     streamed: set[int],
     data: st.DataObject,
 ) -> None:
-    scheduler = Scheduler(max_rows=max_rows, num_pages=num_pages, prefill_budget=budget, beside_prefill=3)
+    scheduler = Scheduler(max_rows=max_rows, num_pages=num_pages, prefill_budget=budget)
     rows = [row(i, prompt, len(prompt) + more, streamed=i in streamed) for i, (prompt, more) in enumerate(work)]
     for one in rows:
         scheduler.add(one)
@@ -237,4 +241,4 @@ def test_beside_a_streamed_answer_prompts_come_in_pieces_however_many_wait() -> 
         sizes.append(plan.beside.count)
         for one in plan.decode:
             scheduler.advance(one, 5)
-    assert sizes == [24, 24, 1] * 6
+    assert sizes == [24, 24, 1, 24, 24, 1, *[32, 17] * 4]

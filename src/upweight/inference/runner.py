@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from upweight.inference.programs import Cache, Programs, empty_pages, token_bytes
-from upweight.inference.scheduler import BESIDE_TOKENS, PrefillPiece, Row
+from upweight.inference.scheduler import PrefillPiece, Row, beside_tokens
 from upweight.inference.slots import Slots
 from upweight.inference.step_inputs import adjustments, sampling_inputs
 from upweight.models.config import DecoderConfig
@@ -103,15 +103,16 @@ class ModelRunner:
         return scored
 
     def decode(self, rows: Sequence[Row], beside: PrefillPiece | None = None) -> Drawn:
-        """Computes each row's last token and draws its next one, and the keys and values of a piece of at most
-        `BESIDE_TOKENS` tokens of another row, by the same call where there is one."""
+        """Computes each row's last token and draws its next one; and the keys and values of a piece of another row, by the same
+        call if it is short enough."""
         size = _round_up(len(rows), self.row_sizes)
         together = rows if beside is None else [*rows, beside.row]  # it will decode at that width soon
         width = bucket(max(len(row.tokens) for row in together), _WIDTH)
+        length = beside_tokens(size)
+        if beside is not None and (size * width > self._most_cached or beside.count > length):
+            self.prefill([beside])
+            return self.decode(rows)
         if size * width > self._most_cached:
-            if beside is not None:
-                self.prefill([beside])
-                return self.decode(rows)
             return self._decode_from_pages(rows, size, width)
         slots = self._load(rows, size, width)
         tokens, positions, write = np.zeros((3, size), np.int32)
@@ -119,7 +120,7 @@ class ModelRunner:
             last = len(row.tokens) - 1
             tokens[slot], positions[slot], write[slot] = row.tokens[last], last, row.pages[last]
         inputs = {"tokens_B": tokens, "positions_B": positions, "write_B": write}
-        piece = None if beside is None else _prefill_inputs([beside], 1, BESIDE_TOKENS, width)
+        piece = None if beside is None else _prefill_inputs([beside], 1, length, width)
         self._shapes.add(("forward", size, width, beside is not None))
         self._pages, self._cache, logits = self.programs.forward(self.params, self._pages, self._cache, inputs, piece)
         return self._draw(logits, rows, slots)

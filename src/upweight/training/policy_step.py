@@ -218,10 +218,10 @@ def make_gradient(
         grads, (metrics, lp) = jax.grad(loss_fn, has_aux=True)(trained, fixed, packed)
         return grads, metrics, lp
 
-    compiled = jax.jit(gradient)
+    program = jax.jit(gradient)
 
     def over_stacked(trained: Trained, fixed: Fixed, packed: Packed) -> tuple[Trained, Metrics, jax.Array]:
-        grads, metrics, lp = compiled(*_stacked(settings, trained, fixed), packed)
+        grads, metrics, lp = program(*_stacked(settings, trained, fixed), packed)
         return (grads if settings.lora else grads._replace(policy=unstacked(grads.policy))), metrics, lp
 
     return over_stacked
@@ -233,8 +233,8 @@ def make_score(config: DecoderConfig, settings: PolicySettings) -> Callable[[Tra
     def score(trained: Trained, fixed: Fixed, packed: Packed) -> TargetScores:
         return target_scores(config, settings, trained, fixed, packed, remat=False)
 
-    compiled = jax.jit(score)
-    return lambda trained, fixed, packed: compiled(*_stacked(settings, trained, fixed), packed)
+    program = jax.jit(score)
+    return lambda trained, fixed, packed: program(*_stacked(settings, trained, fixed), packed)
 
 
 def _stacked(settings: PolicySettings, trained: Trained, fixed: Fixed) -> tuple[Trained, Fixed]:

@@ -41,7 +41,7 @@ from upweight.training.critic import init_critic
 from upweight.training.fates import fates_after, fates_before
 from upweight.training.microbatches import split_rows
 from upweight.training.optimizer import learning_rate, make_critic_optimizer, make_optimizer
-from upweight.training.pieces import add_trees
+from upweight.training.pieces import add_trees, stacked
 from upweight.training.policy_step import Fixed, Packed, Trained, make_gradient, make_score
 from upweight.training.settings import PolicySettings
 from upweight.training.token_advantages import (
@@ -109,7 +109,13 @@ class PolicyTrainer:
     @property
     def _fixed(self) -> Fixed:
         """What log-probs of the present policy are computed from beside what is trained."""
-        return Fixed(base=self._start if self.settings.lora else None)
+        return Fixed(base=self._base if self.settings.lora else None)
+
+    @functools.cached_property
+    def _base(self) -> Params:
+        """What is under the adapter, in the form that a gradient takes; it never changes."""
+        assert self._start is not None
+        return stacked(self._start)
 
     @property
     def _fixed_with_start(self) -> Fixed:

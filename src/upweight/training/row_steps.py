@@ -132,10 +132,10 @@ def make_preference_gradient(
 
 def _over_stacked(settings: PolicySettings, loss_fn: Callable[..., tuple[jax.Array, Metrics]]) -> Gradient:
     """The compiled gradient; layers are stacked before and taken apart after it, an adapter's are small and stay as they are."""
-    compiled = jax.jit(jax.grad(loss_fn, has_aux=True))
+    program = jax.jit(jax.grad(loss_fn, has_aux=True))
 
     def gradient(trainable: Params, frozen: Params | None, layout: Layout, given: Any) -> tuple[Params, Metrics]:
-        grads, metrics = compiled(*_stacked(settings, trainable, frozen), layout, given)
+        grads, metrics = program(*_stacked(settings, trainable, frozen), layout, given)
         return (grads if settings.lora else unstacked(grads)), metrics
 
     return gradient
@@ -153,10 +153,10 @@ def make_row_score(
     def score(trainable: Params, frozen: Params | None, layout: Layout) -> Scores:
         return scores(config, settings, trainable, frozen, layout, remat=False, hits=True)
 
-    compiled = jax.jit(score)
+    program = jax.jit(score)
 
     def over_stacked(trainable: Params, frozen: Params | None, layout: Layout) -> Scores:
-        return compiled(*_stacked(settings, trainable, frozen), layout)
+        return program(*_stacked(settings, trainable, frozen), layout)
 
     return over_stacked
 

@@ -267,7 +267,7 @@ class PreferenceTrainer(RowTrainer):
         assert self._start is not None
         if self.settings.lora is None:
             return self._scores_of(rows, self._start, None)
-        return self._scores_of(rows, jax.tree.map(jnp.zeros_like, self.trainable), self._start)
+        return self._scores_of(rows, jax.tree.map(jnp.zeros_like, self.trainable), self._base)
 
     def _scores_of(self, rows: list[TrainRow], trainable: Params, base: Params | None) -> np.ndarray:
         """float32 [rows, 2]: of the preferred answer and of the other."""
