@@ -311,11 +311,13 @@ class Engine:
         ]  # scores that are no numbers have failed theirs
         rows = self._constrained(left)
         if rows:
+            waited = any(row.num_output for row in rows)
             with self._watchdog.step():
                 drawn = self.runner.decode(rows, plan.beside)
             self._hand_out(rows, drawn)
-            prefills = bool(plan.prefill or plan.beside)
-            self.metrics.step_seconds[prefills].append(time.perf_counter() - began)
+            if waited:
+                prefills = bool(plan.prefill or plan.beside)
+                self.metrics.step_seconds[prefills].append(time.perf_counter() - began)
         elif plan.beside is not None:
             with self._watchdog.step():
                 self.runner.prefill([plan.beside])

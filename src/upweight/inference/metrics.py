@@ -35,7 +35,7 @@ class EngineMetrics:
     recent: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=RECENT))
     step_seconds: tuple[deque[float], deque[float]] = field(
         default_factory=lambda: (deque(maxlen=RECENT_STEPS), deque(maxlen=RECENT_STEPS))
-    )  # of steps in which rows decoded: without and with prefill
+    )  # of steps that rows with tokens already waited for: without and with prefill
 
     def token(self, version: int, times: RequestTimes) -> None:
         self.tokens += 1
