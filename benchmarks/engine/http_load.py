@@ -55,6 +55,7 @@ async def _measure(socket: str, worker: psutil.Process) -> dict[str, Any]:
         await _train_once(client)
         programs = await _programs(client)
         idle = await _load(client, every=EVERY)
+        idle |= await _engine_steps(client)
         memory = await _memory_over_requests(client, worker, 2000)
         compiled = await _programs(client) - programs
         stop = asyncio.Event()
@@ -73,6 +74,16 @@ async def _measure(socket: str, worker: psutil.Process) -> dict[str, Any]:
 
 async def _programs(client: httpx.AsyncClient) -> int:
     return int((await client.get("/state")).json()["stats"]["programs"])
+
+
+async def _engine_steps(client: httpx.AsyncClient) -> dict[str, Any]:
+    """The engine's own clock: steps in which rows decoded, without and with prefill, and the latter in median decode steps."""
+    steps = (await client.get("/stats")).json()["step_ms"]
+    usual, stalls = steps["decode"]["p50"], steps["decode_and_prefill"]
+    return {
+        "engine_step_ms": steps,
+        "prefill_step_in_median_steps": {name: stalls[name] / usual for name in ("p50", "p99", "max")},
+    }
 
 
 async def _until_ready(client: httpx.AsyncClient) -> None:

@@ -264,13 +264,36 @@ def test_full_queue_and_failing_callbacks(model: LoadedModel) -> None:
     live.stop()
 
 
+@pytest.mark.parametrize("cache_bytes", [1 << 30, 0])
+def test_prompts_computed_along_with_a_streamed_answer_are_those_of_a_quiet_engine(
+    model: LoadedModel, engine: Engine, cache_bytes: int
+) -> None:
+    prompts = [[7 + at, *range(30, 90), 3 + at] for at in range(3)]
+    params = SamplingParams(max_tokens=6, ignore_eos=True, temperature=0)
+    quiet = answers_to(engine, prompts, params)
+    live = Engine(model.config, model.params, model.tokenizer, max_rows=8, cache_bytes=cache_bytes)
+    begun, ended = threading.Event(), threading.Event()
+    streamed = SamplingParams(max_tokens=120, ignore_eos=True, temperature=0)
+    with live:
+        live.submit([11, 12], streamed, lambda _: ended.set(), on_text=lambda _: begun.set())
+        assert begun.wait(60)
+        beside = answers_to(live, prompts, params)
+        assert not ended.is_set()
+        steps = live.stats()["step_ms"]
+    assert 0 < steps["decode"]["p50"] <= steps["decode"]["p99"] <= steps["decode"]["max"]
+    assert 6 <= steps["decode_and_prefill"]["count"] <= 9  # 61 tokens each in pieces of 24 or 32
+    for one, other in zip(quiet, beside, strict=True):
+        assert one.token_ids == other.token_ids
+        np.testing.assert_allclose(one.raw_logprobs, other.raw_logprobs, atol=1e-5)
+
+
 def test_a_failing_step_fails_its_rows_and_the_engine_goes_on(model: LoadedModel) -> None:
     live = Engine(model.config, model.params, model.tokenizer, max_rows=2)
     broken = live.runner
 
     decode = broken.decode
 
-    def explode(rows: object) -> None:
+    def explode(rows: object, beside: object) -> None:
         broken.decode = decode  # type: ignore[method-assign]
         raise RuntimeError("device lost")
 

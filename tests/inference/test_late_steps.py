@@ -30,9 +30,9 @@ class Stuck:
         self.outputs: list[GenerationOutput] = []
         decode = self.engine.runner.decode
 
-        def slow(rows: Any) -> Any:
+        def slow(rows: Any, beside: Any) -> Any:
             self.go.wait(60)
-            return decode(rows)
+            return decode(rows, beside)
 
         self.engine.runner.decode = slow  # type: ignore[method-assign]
         self.engine.start()

@@ -7,12 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from upweight.inference.pages import PagePool, PrefixTree
-from upweight.inference.scheduler import Row, Scheduler, StepPlan
+from upweight.inference.scheduler import Row, Scheduler, StepPlan, beside_tokens
 from upweight.inference.types import Request, SamplingParams
 
 
-def row(number: int, prompt: list[int], limit: int) -> Row:
-    request = Request(id=number, prompt_ids=tuple(prompt), params=SamplingParams(), on_done=lambda _: None)
+def row(number: int, prompt: list[int], limit: int, *, streamed: bool = False) -> Row:
+    on_text = (lambda _: None) if streamed else None
+    params = SamplingParams()
+    request = Request(id=number, prompt_ids=tuple(prompt), params=params, on_done=lambda _: None, on_text=on_text)
     return Row(request=request, tokens=list(prompt), limit=limit, seed=0)
 
 
@@ -34,7 +36,7 @@ def check(scheduler: Scheduler, known: dict[int, int]) -> None:
 
 def run_device(scheduler: Scheduler, plan: StepPlan, contents: dict[int, tuple[int, ...]]) -> None:
     """Plays the device: writes what each page now holds, and checks that what a row reads is its own past."""
-    for piece in plan.prefill:
+    for piece in plan.prefill if plan.beside is None else [*plan.prefill, plan.beside]:
         tokens = piece.row.tokens
         for at in range(piece.start, piece.start + piece.count):
             contents[piece.row.pages[at]] = tuple(tokens[: at + 1])
@@ -43,6 +45,18 @@ def run_device(scheduler: Scheduler, plan: StepPlan, contents: dict[int, tuple[i
         contents[one.pages[last]] = tuple(one.tokens)
         for at in range(last + 1):
             assert contents[one.pages[at]] == tuple(one.tokens[: at + 1])
+
+
+def check_gap(scheduler: Scheduler, plan: StepPlan, ready: list[Row]) -> None:
+    """Beside rows that somebody reads along, a step prefills one small piece, of a row that decodes later."""
+    if any(one.request.on_text is not None for one in ready if one in plan.decode):
+        pieces = plan.prefill if plan.beside is None else [*plan.prefill, plan.beside]
+        assert len(pieces) <= 1
+        assert all(
+            piece.count <= min(beside_tokens(len(plan.decode)), scheduler.prefill_budget)
+            and piece.row not in plan.decode
+            for piece in pieces
+        )
 
 
 prompts = st.lists(st.integers(0, 2), min_size=1, max_size=10)
@@ -56,6 +70,7 @@ prompts = st.lists(st.integers(0, 2), min_size=1, max_size=10)
     budget=st.integers(1, 12),
     swaps=st.sets(st.integers(0, 30), max_size=3),
     cancels=st.sets(st.integers(0, 11), max_size=3),
+    streamed=st.sets(st.integers(0, 11), max_size=12),
     data=st.data(),
 )
 def test_every_row_reads_its_own_past_and_finishes(
@@ -65,10 +80,11 @@ def test_every_row_reads_its_own_past_and_finishes(
     budget: int,
     swaps: set[int],
     cancels: set[int],
+    streamed: set[int],
     data: st.DataObject,
 ) -> None:
     scheduler = Scheduler(max_rows=max_rows, num_pages=num_pages, prefill_budget=budget)
-    rows = [row(i, prompt, len(prompt) + more) for i, (prompt, more) in enumerate(work)]
+    rows = [row(i, prompt, len(prompt) + more, streamed=i in streamed) for i, (prompt, more) in enumerate(work)]
     for one in rows:
         scheduler.add(one)
     contents: dict[int, tuple[int, ...]] = {}
@@ -80,8 +96,10 @@ def test_every_row_reads_its_own_past_and_finishes(
             for number in cancels & (set(range(len(rows))) - done):
                 scheduler.finish(rows[number])
                 done.add(number)
+        ready = [one for one in scheduler.running if not one.missing]
         plan = scheduler.plan()
         check(scheduler, {})
+        check_gap(scheduler, plan, ready)
         run_device(scheduler, plan, contents)
         for one in plan.decode:
             scheduler.advance(one, data.draw(st.integers(0, 2)) if step < 20 else 1)
@@ -204,3 +222,23 @@ def test_a_long_prompt_is_prefilled_in_small_pieces_beside_rows_that_decode() ->
     scheduler.add(row(3, list(range(5000, 6000)), 2000))
     scheduler.finish(long)
     assert sum(piece.count for piece in scheduler.plan().prefill) == 512  # nobody decodes
+
+
+def test_beside_a_streamed_answer_prompts_come_in_pieces_however_many_wait() -> None:
+    scheduler = Scheduler(max_rows=8, num_pages=4000)
+    first = row(1, [1, 2, 3], 99, streamed=True)
+    scheduler.add(first)
+    scheduler.advance(scheduler.plan().decode[0], 4)
+    later = [row(number, list(range(100 * number, 100 * number + 50)), 99) for number in range(2, 8)]
+    for one in later:
+        scheduler.add(one)
+    sizes = []
+    while any(one.missing for one in later):
+        plan = scheduler.plan()
+        assert first in plan.decode
+        assert plan.prefill == []
+        assert plan.beside is not None
+        sizes.append(plan.beside.count)
+        for one in plan.decode:
+            scheduler.advance(one, 5)
+    assert sizes == [24, 24, 1, 24, 24, 1, *[32, 17] * 4]

@@ -200,16 +200,17 @@ class Engine:
         """Swaps between two steps; returns the fingerprint of the arrays that the compiled steps receive from now on.
 
         Waits for rows to finish if `on_update` is "drain". `EngineError` when the arrays do not fit the decoder, naming the
-        first that does not; the weights then stay as they were.
+        first that does not, or cannot be read; the weights then stay as they were.
         """
         check_whole("version", version, 0)
         swap = Swap(fitted(params, self.runner.params), version)
+        made = _read(swap.params)  # here, so that no decode step waits for it; the loop only puts these arrays in place
         self._order(lambda: self._swaps.add(swap))
         swap.done.wait()
         if swap.error is not None:
             raise EngineError(f"weights could not be swapped: {swap.error}") from swap.error
         self._transport = transport(params, swap.params)
-        return swap.fingerprint
+        return made
 
     def fingerprint(self) -> str:
         """Of the arrays that the compiled decode receives."""
@@ -295,6 +296,7 @@ class Engine:
 
     def _step(self) -> bool:
         """One step; False when there was nothing to do."""
+        began = time.perf_counter()
         self._take_orders()
         self._abort_late()
         swapped = self._swaps.perform()
@@ -309,23 +311,23 @@ class Engine:
         ]  # scores that are no numbers have failed theirs
         rows = self._constrained(left)
         if rows:
+            waited = any(row.num_output for row in rows)
             with self._watchdog.step():
-                drawn = self.runner.decode(rows)
+                drawn = self.runner.decode(rows, plan.beside)
             self._hand_out(rows, drawn)
+            if waited:
+                prefills = bool(plan.prefill or plan.beside)
+                self.metrics.step_seconds[prefills].append(time.perf_counter() - began)
+        elif plan.beside is not None:
+            with self._watchdog.step():
+                self.runner.prefill([plan.beside])
         self._failures = 0
         self.metrics.steps += 1
         return True
 
-    def _install(self, params: Params, version: int) -> str:
-        before = self.runner.params
+    def _install(self, params: Params, version: int) -> None:
         self.runner.params = params
-        try:
-            made = self.fingerprint()
-        except BaseException:  # half a swap must not stay, whatever broke it
-            self.runner.params = before
-            raise
         self.scheduler.set_version(version)
-        return made
 
     def _abort_running(self, why: str) -> None:
         """Rows that have begun, those that were preempted included."""
@@ -482,3 +484,11 @@ class Engine:
         else:
             self.scheduler.forget()
             self.runner.reset()
+
+
+def _read(params: Params) -> str:
+    """The fingerprint; `EngineError` when an array is not there any more."""
+    try:
+        return fingerprint(params)
+    except Exception as error:
+        raise EngineError(f"weights could not be swapped: {error}") from error

@@ -10,6 +10,7 @@ from typing import Any
 from upweight.inference.types import GenerationOutput
 
 RECENT = 128
+RECENT_STEPS = 4096
 
 
 @dataclass(kw_only=True)
@@ -32,6 +33,9 @@ class EngineMetrics:
     cached_tokens: int = 0
     tokens_by_version: dict[int, int] = field(default_factory=dict)
     recent: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=RECENT))
+    step_seconds: tuple[deque[float], deque[float]] = field(
+        default_factory=lambda: (deque(maxlen=RECENT_STEPS), deque(maxlen=RECENT_STEPS))
+    )  # of steps that rows with tokens already waited for: without and with prefill
 
     def token(self, version: int, times: RequestTimes) -> None:
         self.tokens += 1
@@ -69,6 +73,7 @@ class EngineMetrics:
             "cached_tokens": self.cached_tokens,
             "prefix_hit_rate": self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0,
             "tokens_by_version": dict(self.tokens_by_version),
+            "step_ms": {"decode": _spread(self.step_seconds[0]), "decode_and_prefill": _spread(self.step_seconds[1])},
             "avg_ttft_ms": _mean([task["ttft_ms"] for task in recent]),
             "avg_decode_tps": _mean([task["decode_tps"] for task in recent]),
             "avg_e2e_latency_ms": _mean([task["e2e_latency_ms"] for task in recent]),
@@ -79,3 +84,13 @@ class EngineMetrics:
 def _mean(values: list[float | None]) -> float:
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else 0.0
+
+
+def _spread(seconds: deque[float]) -> dict[str, float]:
+    """Milliseconds of the last steps; nothing before there was one."""
+    found = sorted(seconds.copy())  # a copy is made at once, while steps go on
+    if not found:
+        return {}
+    last = len(found) - 1
+    places = {"p50": last // 2, "p99": -(-99 * last // 100), "max": last}
+    return {"count": float(len(found))} | {name: 1e3 * found[at] for name, at in places.items()}

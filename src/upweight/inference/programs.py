@@ -65,13 +65,11 @@ def run_over_pages(
     """
     rows, length = tokens_BT.shape
     width = table_BW.shape[1]
-    key_positions = jnp.broadcast_to(jnp.arange(width), (rows, width))
-    past = key_positions[:, None, :] <= positions_BT[:, :, None]
+    past = _past(positions_BT, width)
     kept: Pages = []
 
     def attend_layer(index: int) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
-        window = config.windows[index] if config.windows else 0
-        allowed = within_window(past, positions_BT, key_positions, window) if window else past
+        allowed = _near(past, positions_BT, config.windows[index] if config.windows else 0)
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
             keys, values = pages[index]
@@ -96,36 +94,63 @@ def run_over_slots(
     tokens_B: jax.Array,
     positions_B: jax.Array,
     write_B: jax.Array,
+    piece: dict[str, jax.Array] | None = None,
 ) -> tuple[Pages, Cache, jax.Array]:
-    """One token a slot → (pages and cache with its keys and values, hidden [B,H])."""
+    """One token a slot → (pages and cache with its keys and values, hidden [B,H]).
+
+    `piece` is the prefill of one other row: T tokens with their positions and pages, and its page table [1,W], named as in
+    `run_over_pages`. The weights are then read once for both; the piece's own hidden states are dropped.
+    """
     rows = tokens_B.shape[0]
-    width = attention.width(cache[0])
-    key_positions = jnp.broadcast_to(jnp.arange(width), (rows, width))
-    positions_BT = positions_B[:, None]
-    past = key_positions[:, None, :] <= positions_BT[:, :, None]
+    tokens_N, positions_N, write_N = tokens_B, positions_B, write_B
+    if piece is not None:
+        names = ("tokens_BT", "positions_BT", "write_BT")
+        beside = [piece[name][0] for name in names]
+        tokens_N, positions_N, write_N = map(
+            jnp.concatenate, zip((tokens_B, positions_B, write_B), beside, strict=True)
+        )
+    past = _past(positions_B[:, None], attention.width(cache[0]))
     kept_pages: Pages = []
     kept_cache: Cache = []
 
     def attend_layer(index: int) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
         window = config.windows[index] if config.windows else 0
-        allowed = within_window(past, positions_BT, key_positions, window) if window else past
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-            page_keys, page_values = pages[index]
-            kept_pages.append(
-                (
-                    page_keys.at[write_B].set(k.reshape(rows, config.kv_size)),
-                    page_values.at[write_B].set(v.reshape(rows, config.kv_size)),
-                )
+            keys, values = (
+                page.at[write_N].set(new.reshape(-1, config.kv_size))
+                for page, new in zip(pages[index], (k, v), strict=True)
             )
-            stored = attention.write(cache[index], positions_B, k[:, 0], v[:, 0])
+            kept_pages.append((keys, values))
+            stored = attention.write(cache[index], positions_B, k[:rows, 0], v[:rows, 0])
             kept_cache.append(stored)
-            return attention.over_slots(q[:, 0], stored, allowed[:, 0])[:, None]
+            allowed = _near(past, positions_B[:, None], window)
+            found = attention.over_slots(q[:rows, 0], stored, allowed[:, 0])[:, None]
+            if piece is None:
+                return found
+            table, positions = piece["table_BW"], piece["positions_BT"]
+            shape = (*table.shape, config.num_kv_heads, config.head_dim)
+            held = keys[table].reshape(shape), values[table].reshape(shape)
+            allowed = _near(_past(positions, table.shape[1]), positions, window)
+            return jnp.concatenate([found, attention.over_pages(q[rows:, 0][None], *held, allowed)[0][:, None]])
 
         return attend
 
-    hidden = _through_layers(config, params, tokens_B[:, None], positions_BT, attend_layer)
-    return kept_pages, kept_cache, hidden[:, 0]
+    hidden = _through_layers(config, params, tokens_N[:, None], positions_N[:, None], attend_layer)
+    return kept_pages, kept_cache, hidden[:rows, 0]
+
+
+def _past(positions_BT: jax.Array, width: int) -> jax.Array:
+    """[B,T,W] True where a key of the row is not after the query."""
+    return jnp.arange(width) <= positions_BT[:, :, None]
+
+
+def _near(past_BTW: jax.Array, positions_BT: jax.Array, window: int) -> jax.Array:
+    """The same within the window of a layer; 0 = all of it."""
+    if not window:
+        return past_BTW
+    key_positions = jnp.broadcast_to(jnp.arange(past_BTW.shape[2]), (past_BTW.shape[0], past_BTW.shape[2]))
+    return within_window(past_BTW, positions_BT, key_positions, window)
 
 
 def _through_layers(
@@ -189,9 +214,13 @@ class Programs:
             return pages, logprobs.reshape(next_BT.shape)
 
         def forward(
-            params: Params, pages: Pages, cache: Cache, inputs: dict[str, jax.Array]
+            params: Params,
+            pages: Pages,
+            cache: Cache,
+            inputs: dict[str, jax.Array],
+            piece: dict[str, jax.Array] | None = None,
         ) -> tuple[Pages, Cache, jax.Array]:
-            pages, cache, hidden = run_over_slots(config, how, params, pages, cache, **inputs)
+            pages, cache, hidden = run_over_slots(config, how, params, pages, cache, **inputs, piece=piece)
             return pages, cache, logits_of(config, params, hidden)
 
         def forward_from_pages(params: Params, pages: Pages, inputs: dict[str, jax.Array]) -> tuple[Pages, jax.Array]:

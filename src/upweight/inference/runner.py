@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from upweight.inference.programs import Cache, Programs, empty_pages, token_bytes
-from upweight.inference.scheduler import PrefillPiece, Row
+from upweight.inference.scheduler import PrefillPiece, Row, beside_tokens
 from upweight.inference.slots import Slots
 from upweight.inference.step_inputs import adjustments, sampling_inputs
 from upweight.models.config import DecoderConfig
@@ -94,14 +94,7 @@ class ModelRunner:
             rows = _round_up(len(group), PREFILL_ROWS)
             length = _round_up(max(piece.count for piece in group), PREFILL_TOKENS)
             width = power_bucket(max(piece.start + piece.count for piece in group), _WIDTH)
-            tokens, positions, write = np.zeros((3, rows, length), np.int32)
-            for b, piece in enumerate(group):
-                span = slice(piece.start, piece.start + piece.count)
-                tokens[b, : piece.count] = piece.row.tokens[span]
-                positions[b, : piece.count] = np.arange(span.start, span.stop)
-                write[b, : piece.count] = piece.row.pages[span]
-            table = _page_table([(piece.row, piece.start + piece.count) for piece in group], rows, width)
-            inputs = {"tokens_BT": tokens, "positions_BT": positions, "table_BW": table, "write_BT": write}
+            inputs = _prefill_inputs(group, rows, length, width)
             if any(piece.row.request.params.prompt_logprobs for piece in group):
                 scored += self._prefill_scored(group, inputs)
             else:
@@ -109,10 +102,16 @@ class ModelRunner:
                 self._pages = self.programs.prefill(self.params, self._pages, inputs)
         return scored
 
-    def decode(self, rows: Sequence[Row]) -> Drawn:
-        """Computes each row's last token and draws its next one."""
+    def decode(self, rows: Sequence[Row], beside: PrefillPiece | None = None) -> Drawn:
+        """Computes each row's last token and draws its next one; and the keys and values of a piece of another row, by the same
+        call if it is short enough."""
         size = _round_up(len(rows), self.row_sizes)
-        width = bucket(max(len(row.tokens) for row in rows), _WIDTH)
+        together = rows if beside is None else [*rows, beside.row]  # it will decode at that width soon
+        width = bucket(max(len(row.tokens) for row in together), _WIDTH)
+        length = beside_tokens(size)
+        if beside is not None and (size * width > self._most_cached or beside.count > length):
+            self.prefill([beside])
+            return self.decode(rows)
         if size * width > self._most_cached:
             return self._decode_from_pages(rows, size, width)
         slots = self._load(rows, size, width)
@@ -121,8 +120,9 @@ class ModelRunner:
             last = len(row.tokens) - 1
             tokens[slot], positions[slot], write[slot] = row.tokens[last], last, row.pages[last]
         inputs = {"tokens_B": tokens, "positions_B": positions, "write_B": write}
-        self._shapes.add(("forward", size, width))
-        self._pages, self._cache, logits = self.programs.forward(self.params, self._pages, self._cache, inputs)
+        piece = None if beside is None else _prefill_inputs([beside], 1, length, width)
+        self._shapes.add(("forward", size, width, beside is not None))
+        self._pages, self._cache, logits = self.programs.forward(self.params, self._pages, self._cache, inputs, piece)
         return self._draw(logits, rows, slots)
 
     def _decode_from_pages(self, rows: Sequence[Row], size: int, width: int) -> Drawn:
@@ -193,6 +193,18 @@ def slot_widths(most: int) -> list[int]:
 def page_widths(most: int) -> list[int]:
     """Widths of page tables that the prefill of rows of up to `most` tokens meets."""
     return sorted({power_bucket(n, _WIDTH) for n in range(1, most + 1)})
+
+
+def _prefill_inputs(group: Sequence[PrefillPiece], rows: int, length: int, width: int) -> dict[str, np.ndarray]:
+    """Of `run_over_pages`, for pieces of at most `length` tokens."""
+    tokens, positions, write = np.zeros((3, rows, length), np.int32)
+    for b, piece in enumerate(group):
+        span = slice(piece.start, piece.start + piece.count)
+        tokens[b, : piece.count] = piece.row.tokens[span]
+        positions[b, : piece.count] = np.arange(span.start, span.stop)
+        write[b, : piece.count] = piece.row.pages[span]
+    table = _page_table([(piece.row, piece.start + piece.count) for piece in group], rows, width)
+    return {"tokens_BT": tokens, "positions_BT": positions, "table_BW": table, "write_BT": write}
 
 
 def _page_table(rows: Sequence[tuple[Row, int]], size: int, width: int) -> np.ndarray:

@@ -7,6 +7,8 @@ that is already known joins the decode batch at once.
 Invariants:
 * A row decodes in every step from its first one to its last, unless it is preempted for want of pages.
 * While at least as many rows decode as wait, a step prefills at most `busy_prefill` tokens, so that a long prompt stalls nobody.
+* While a row decodes whose text is streamed, a step prefills at most one piece of `beside_tokens`, which its decode call computes
+  along: whoever reads along sees no gap of two steps, however many prompts wait. The piece's row decodes from the next step.
 * Rows are admitted in order of arrival. A preempted row keeps its tokens and is admitted again before newer ones.
 * A prefix becomes known in the step that computes it, so rows admitted later in the same step share it.
 * Nothing computed under one weights version becomes a known prefix of another, unless `keep_prefixes` asks for it.
@@ -16,6 +18,7 @@ Invariants:
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from upweight.inference.pages import PagePool, PrefixTree
@@ -24,6 +27,11 @@ from upweight.inference.types import Request, TokenConstraint
 LEAST_PIECE = (
     16  # fewer tokens of a longer prompt are not begun in what other pieces leave of a step: they cost as much as these
 )
+
+
+def beside_tokens(rows: int) -> int:
+    """Tokens of a prompt that a step of so many rows may compute along: it takes less than two steps without (1.8 and 1.6, measured)."""
+    return 24 if rows <= 2 else 32
 
 
 @dataclass(eq=False, kw_only=True)
@@ -68,8 +76,9 @@ class PrefillPiece:
 
 @dataclass(frozen=True)
 class StepPlan:
-    prefill: list[PrefillPiece]
+    prefill: list[PrefillPiece]  # before the decode call
     decode: list[Row]
+    beside: PrefillPiece | None = None  # by the decode call; of a row that does not decode yet
 
     @property
     def empty(self) -> bool:
@@ -121,11 +130,31 @@ class Scheduler:
         Rows that decode get their pages first, so that nothing planned here is ever preempted here.
         """
         decode = self._plan_decode()
-        pieces: list[PrefillPiece] = []
-        budget = self.busy_prefill if decode and len(decode) >= len(self.waiting) else self.prefill_budget
+        watched = any(row.request.on_text is not None for row in decode)
+        pieces = self._plan_pieces(self._budget(decode, watched), most=1 if watched else None)
+        if watched and pieces:
+            along = not pieces[0].row.request.params.prompt_logprobs  # scores need a call of their own
+            return StepPlan([], decode, pieces[0]) if along else StepPlan(pieces, decode)
+        chosen = set(map(id, decode))
         for row in self.running:
-            budget -= self._plan_prefill(row, budget, pieces)
-        while self.waiting and len(self.running) < self.max_rows and budget > 0:
+            if not row.missing and not row.only_scored and id(row) not in chosen and self._has_page():
+                row.pages.append(self.pool.take())
+                decode.append(row)
+        return StepPlan(pieces, decode)
+
+    def _budget(self, decode: Sequence[Row], watched: bool) -> int:
+        """Most tokens that the step prefills."""
+        if watched:
+            return min(beside_tokens(len(decode)), self.prefill_budget)
+        return self.busy_prefill if decode and len(decode) >= len(self.waiting) else self.prefill_budget
+
+    def _plan_pieces(self, budget: int, most: int | None) -> list[PrefillPiece]:
+        """Of rows that run, then of those admitted for it; at most `most` pieces."""
+        pieces: list[PrefillPiece] = []
+        for row in self.running:
+            if len(pieces) != most:
+                budget -= self._plan_prefill(row, budget, pieces)
+        while self.waiting and len(self.running) < self.max_rows and budget > 0 and len(pieces) != most:
             if self.draining and not self.waiting[0].restarts:
                 break
             if not self._admit(self.waiting[0]):
@@ -136,12 +165,7 @@ class Scheduler:
             if row.missing and not planned:
                 break
             budget -= planned
-        chosen = set(map(id, decode))
-        for row in self.running:
-            if not row.missing and not row.only_scored and id(row) not in chosen and self._has_page():
-                row.pages.append(self.pool.take())
-                decode.append(row)
-        return StepPlan(pieces, decode)
+        return pieces
 
     def advance(self, row: Row, token: int) -> None:
         """The row's last token was computed and the next one drawn."""

@@ -2,7 +2,7 @@
 
 Invariants:
 * Swaps take effect in the order asked for, each whole: weights, version and known prefixes together.
-* Whoever asked learns the outcome: a fingerprint, or what went wrong.
+* Whoever asked learns the outcome.
 """
 
 from __future__ import annotations
@@ -68,7 +68,6 @@ class Swap:
         self.params = params
         self.version = version
         self.done = threading.Event()
-        self.fingerprint = ""
         self.error: BaseException | None = None
 
 
@@ -79,7 +78,7 @@ class WeightSwaps:
         self,
         scheduler: Scheduler,
         on_update: OnUpdate,
-        install: Callable[[Params, int], str],
+        install: Callable[[Params, int], None],
         abort_running: Callable[[str], None],
     ) -> None:
         self._scheduler = scheduler
@@ -109,7 +108,7 @@ class WeightSwaps:
         elif self._on_update == "recompute":
             self._scheduler.restart_running()
         try:
-            swap.fingerprint = self._install(swap.params, swap.version)
+            self._install(swap.params, swap.version)
         except Exception as error:  # noqa: BLE001 - told to whoever asked; the weights are as they were
             swap.error = error
         finally:

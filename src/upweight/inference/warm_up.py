@@ -40,6 +40,8 @@ def warm_up(runner: ModelRunner, context: int, *, prompt_logprobs: bool = False)
             rows = [_row(width, PLAIN) for _ in range(size)]
             runner.decode(rows)
             runner.decode([_row(width, PLAIN), *rows[1:]])  # a new row is loaded beside the others
+            if size > 1:
+                runner.decode(rows, PrefillPiece(_row(width, PLAIN), 0, 1))
         for row in (_row(width, FILTERED), _row(width, ADJUSTED), _masked(width, runner.config.vocab_size)):
             runner.decode([row, *rows[1:]])
     runner.empty_slots()

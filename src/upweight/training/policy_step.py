@@ -1,4 +1,4 @@
-"""The compiled parts of a policy update: gradient of one micro-batch, application, scoring.
+"""The compiled parts of a policy update: gradient of one micro-batch, scoring.
 
 Pure functions; the `make_…` functions close over what is static and are compiled once per shape of the packed batch. Every
 sum is divided by a count over the whole batch that comes with the data, so gradients and metrics of micro-batches add up.
@@ -7,11 +7,10 @@ sum is divided by a count over the whole batch that comes with the data, so grad
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from upweight.models.config import DecoderConfig
 from upweight.models.decoder import forward_hidden
@@ -31,6 +30,7 @@ from upweight.ops.policy_loss import (
 )
 from upweight.ops.value_loss import squared_error
 from upweight.training.critic import values_of
+from upweight.training.pieces import stacked, unstacked
 from upweight.training.settings import PolicySettings
 
 Metrics = dict[str, jax.Array]
@@ -218,40 +218,13 @@ def make_gradient(
         grads, (metrics, lp) = jax.grad(loss_fn, has_aux=True)(trained, fixed, packed)
         return grads, metrics, lp
 
-    return jax.jit(gradient)
+    program = jax.jit(gradient)
 
+    def over_stacked(trained: Trained, fixed: Fixed, packed: Packed) -> tuple[Trained, Metrics, jax.Array]:
+        grads, metrics, lp = program(*_stacked(settings, trained, fixed), packed)
+        return (grads if settings.lora else grads._replace(policy=unstacked(grads.policy))), metrics, lp
 
-def make_apply(
-    *optimizers: optax.GradientTransformation,
-) -> Callable[..., tuple[tuple[Params, ...], tuple[Any, ...], tuple[jax.Array, ...], jax.Array]]:
-    """Compiled (trees, optimizer states, gradients, loss) → (trees, states, gradient norms, applied); one of each an optimizer.
-
-    A loss or norm that is not finite leaves all trees and states as they were. States and gradients are donated; parameters
-    never are, since an engine may be reading them.
-    """
-
-    def apply(
-        trees: tuple[Params, ...], states: tuple[Any, ...], grads: tuple[Params, ...], loss: jax.Array
-    ) -> tuple[tuple[Params, ...], tuple[Any, ...], tuple[jax.Array, ...], jax.Array]:
-        norms = tuple(
-            jnp.sqrt(sum(jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(part))) for part in grads
-        )
-        finite = jnp.isfinite(loss) & jnp.all(jnp.isfinite(jnp.stack(norms)))
-
-        def update(_: None) -> tuple[tuple[Params, ...], tuple[Any, ...]]:
-            parts = zip(optimizers, trees, states, grads, strict=True)
-            done = [_updated(*part) for part in parts]
-            return tuple(tree for tree, _ in done), tuple(state for _, state in done)
-
-        new, new_states = jax.lax.cond(finite, update, lambda _: (trees, states), None)
-        return new, new_states, norms, finite
-
-    return jax.jit(apply, donate_argnums=(1, 2))
-
-
-def _updated(optimizer: optax.GradientTransformation, tree: Params, state: Any, grads: Params) -> tuple[Params, Any]:
-    change, new_state = optimizer.update(grads, state, tree)
-    return optax.apply_updates(tree, change), new_state
+    return over_stacked
 
 
 def make_score(config: DecoderConfig, settings: PolicySettings) -> Callable[[Trained, Fixed, Packed], TargetScores]:
@@ -260,4 +233,11 @@ def make_score(config: DecoderConfig, settings: PolicySettings) -> Callable[[Tra
     def score(trained: Trained, fixed: Fixed, packed: Packed) -> TargetScores:
         return target_scores(config, settings, trained, fixed, packed, remat=False)
 
-    return jax.jit(score)
+    program = jax.jit(score)
+    return lambda trained, fixed, packed: program(*_stacked(settings, trained, fixed), packed)
+
+
+def _stacked(settings: PolicySettings, trained: Trained, fixed: Fixed) -> tuple[Trained, Fixed]:
+    """With layers as the scan takes them; an adapter is small and stays as it is."""
+    policy = trained.policy if settings.lora else stacked(trained.policy)
+    return trained._replace(policy=policy), Fixed(*(None if params is None else stacked(params) for params in fixed))

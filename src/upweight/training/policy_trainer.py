@@ -27,6 +27,7 @@ from upweight.models.lora import init_adapter, merge
 from upweight.ops.packing import PackedBatch, pack, power_bucket
 from upweight.ops.policy_loss import AGGREGATIONS
 from upweight.ops.samples import TrainBatch
+from upweight.training.apply import make_apply
 from upweight.training.batch_metrics import (
     batch_metrics,
     behaviour_logprobs,
@@ -40,7 +41,8 @@ from upweight.training.critic import init_critic
 from upweight.training.fates import fates_after, fates_before
 from upweight.training.microbatches import split_rows
 from upweight.training.optimizer import learning_rate, make_critic_optimizer, make_optimizer
-from upweight.training.policy_step import Fixed, Packed, Trained, make_apply, make_gradient, make_score
+from upweight.training.pieces import add_trees, stacked
+from upweight.training.policy_step import Fixed, Packed, Trained, make_gradient, make_score
 from upweight.training.settings import PolicySettings
 from upweight.training.token_advantages import (
     PolicyNumbers,
@@ -102,13 +104,18 @@ class PolicyTrainer:
             self._apply = make_apply(optimizer, critic_optimizer)
             self._apply_critic = make_apply(critic_optimizer)
         self._score = make_score(config, settings)
-        self._add = jax.jit(lambda a, b: jax.tree.map(jnp.add, a, b), donate_argnums=0)
         self.updates = 0
 
     @property
     def _fixed(self) -> Fixed:
         """What log-probs of the present policy are computed from beside what is trained."""
-        return Fixed(base=self._start if self.settings.lora else None)
+        return Fixed(base=self._base if self.settings.lora else None)
+
+    @functools.cached_property
+    def _base(self) -> Params:
+        """What is under the adapter, in the form that a gradient takes; it never changes."""
+        assert self._start is not None
+        return stacked(self._start)
 
     @property
     def _fixed_with_start(self) -> Fixed:
@@ -252,7 +259,7 @@ class PolicyTrainer:
         for rows, packed in pieces:
             gradient = self._gradient(power_bucket(batch.num_samples, 8), rows.tokens.size > REMAT_TOKENS)
             grads, metrics, lp = gradient(Trained(self.trainable, self.critic), fixed, packed)
-            total = grads if total is None else self._add(total, grads)
+            total = grads if total is None else add_trees(total, grads)
             for name, value in metrics.items():
                 before = sums.get(name)
                 join = jnp.maximum if name.endswith("_max") else jnp.add

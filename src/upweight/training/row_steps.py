@@ -18,6 +18,7 @@ from upweight.ops.logprobs import Scores, hidden_scores
 from upweight.ops.masked_stats import masked
 from upweight.ops.preference_loss import MEAN_SCORES, PAIR_LOSSES, PairSettings
 from upweight.training.lora_dropout import dropping
+from upweight.training.pieces import stacked, unstacked
 from upweight.training.policy_step import Metrics, allowed_mask, split_trainable
 from upweight.training.settings import PolicySettings
 
@@ -97,7 +98,7 @@ def make_supervised_gradient(
         right = jnp.sum(masked(found.hit, layout.trained)) / given.num_tokens
         return loss, jax.lax.stop_gradient({"loss": loss, "token_accuracy": right})
 
-    return jax.jit(jax.grad(loss_fn, has_aux=True))
+    return _over_stacked(settings, loss_fn)
 
 
 def make_preference_gradient(
@@ -126,7 +127,18 @@ def make_preference_gradient(
         }
         return value, jax.lax.stop_gradient(metrics)
 
-    return jax.jit(jax.grad(loss_fn, has_aux=True))
+    return _over_stacked(settings, loss_fn)
+
+
+def _over_stacked(settings: PolicySettings, loss_fn: Callable[..., tuple[jax.Array, Metrics]]) -> Gradient:
+    """The compiled gradient; layers are stacked before and taken apart after it, an adapter's are small and stay as they are."""
+    program = jax.jit(jax.grad(loss_fn, has_aux=True))
+
+    def gradient(trainable: Params, frozen: Params | None, layout: Layout, given: Any) -> tuple[Params, Metrics]:
+        grads, metrics = program(*_stacked(settings, trainable, frozen), layout, given)
+        return (grads if settings.lora else unstacked(grads)), metrics
+
+    return gradient
 
 
 def scores_are_means(loss: str, length_normalized: bool) -> bool:
@@ -141,4 +153,13 @@ def make_row_score(
     def score(trainable: Params, frozen: Params | None, layout: Layout) -> Scores:
         return scores(config, settings, trainable, frozen, layout, remat=False, hits=True)
 
-    return jax.jit(score)
+    program = jax.jit(score)
+
+    def over_stacked(trainable: Params, frozen: Params | None, layout: Layout) -> Scores:
+        return program(*_stacked(settings, trainable, frozen), layout)
+
+    return over_stacked
+
+
+def _stacked(settings: PolicySettings, trainable: Params, frozen: Params | None) -> tuple[Params, Params | None]:
+    return (trainable if settings.lora else stacked(trainable)), None if frozen is None else stacked(frozen)

@@ -26,6 +26,7 @@ from upweight.ops.packing import PackedBatch, pack, pack_apart, power_bucket
 from upweight.ops.preference_loss import PAIR_LOSSES, PairSettings
 from upweight.training.lora_dropout import key_of
 from upweight.training.microbatches import split_rows
+from upweight.training.pieces import add_trees
 from upweight.training.policy_trainer import MAX_ROW, PolicyTrainer, StepReport
 from upweight.training.row_steps import (
     Gradient,
@@ -142,7 +143,7 @@ class RowTrainer(PolicyTrainer):
         for packed, more in self._row_pieces(chosen):
             gradient = self._row_gradient(packed.tokens.size > REMAT_TOKENS)
             grads, metrics = gradient(self.trainable, self._fixed.base, layout_of(packed), more)
-            total = grads if total is None else self._add(total, grads)
+            total = grads if total is None else add_trees(total, grads)
             sums = metrics if not sums else {name: sums[name] + value for name, value in metrics.items()}
             counts["num_tokens"] += float(packed.weight.sum())
             counts["packed_tokens"] += float(packed.num_tokens)
@@ -266,7 +267,7 @@ class PreferenceTrainer(RowTrainer):
         assert self._start is not None
         if self.settings.lora is None:
             return self._scores_of(rows, self._start, None)
-        return self._scores_of(rows, jax.tree.map(jnp.zeros_like, self.trainable), self._start)
+        return self._scores_of(rows, jax.tree.map(jnp.zeros_like, self.trainable), self._base)
 
     def _scores_of(self, rows: list[TrainRow], trainable: Params, base: Params | None) -> np.ndarray:
         """float32 [rows, 2]: of the preferred answer and of the other."""
