@@ -12,6 +12,7 @@ from upweight import __version__
 from upweight.errors import UpweightError
 from upweight.server import leftovers
 from upweight.server.api import (
+    capabilities,
     checkpoint_routes,
     errors,
     file_routes,
@@ -67,6 +68,7 @@ def create_app(settings: Settings, *, resolve_model: ResolveModel | None = None,
     for module in (
         page,
         health,
+        capabilities,
         file_routes,
         job_routes,
         checkpoint_routes,

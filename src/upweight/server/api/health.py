@@ -9,6 +9,7 @@ from typing import Any
 
 from fastapi import APIRouter
 
+from upweight.server.api.capabilities import INFERENCE
 from upweight.server.api.context import PartsOf, ProjectOf
 from upweight.server.api.errors import RETRY_AFTER
 from upweight.server.api.model_names import job_for_model, served_jobs
@@ -17,12 +18,6 @@ from upweight.server.refusals import Refusal
 from upweight.server.store import jobs
 from upweight.server.store import models as promoted
 from upweight.server.store.jobs import Job
-
-# What can be asked of every model served here; a client can look before it relies on something.
-CAPABILITIES = (
-    "chat", "completions", "messages", "token_ids", "streaming", "tools", "json_object", "json_schema", "logprobs",
-    "top_logprobs", "prompt_logprobs", "logit_bias", "penalties", "min_p", "seed", "stop", "stop_token_ids", "min_tokens",
-)  # fmt: skip
 
 router = APIRouter()
 
@@ -95,5 +90,5 @@ def _model(job: Job) -> dict[str, Any]:
         "owned_by": job.project,
         "base_model": job.model,
         "inference_version": job.inference_version,
-        "capabilities": CAPABILITIES,
+        "capabilities": INFERENCE,
     }

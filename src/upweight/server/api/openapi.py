@@ -21,7 +21,7 @@ def an_object(required: tuple[str, ...], **properties: dict[str, Any]) -> dict[s
     return {"type": "object", "required": list(required), "properties": properties}
 
 
-def _inlined(schema: dict[str, Any]) -> dict[str, Any]:
+def inlined(schema: dict[str, Any]) -> dict[str, Any]:
     """A pydantic schema without references: it stands inside another document."""
     parts = schema.pop("$defs", {})
 
@@ -38,7 +38,7 @@ def _inlined(schema: dict[str, Any]) -> dict[str, Any]:
 
 TEXT = {"type": "string"}
 BATCH = described(an_object(("index",), index=INDEX))
-SAMPLES = described(_inlined(Upload.model_json_schema()))
+SAMPLES = described(inlined(Upload.model_json_schema()))
 METRICS = described(
     an_object(
         ("batch_index", "metrics"),
@@ -51,7 +51,7 @@ CHECKPOINT = an_object(
     ("type",), type={"const": "ft"}, checkpoint_id=TEXT, job_id=TEXT, step={"type": "integer", "minimum": 0}
 )
 INTEGRATIONS = [
-    an_object(("type", name), **{"type": {"const": name}, name: _inlined(kind.model_json_schema())})
+    an_object(("type", name), **{"type": {"const": name}, name: inlined(kind.model_json_schema())})
     for name, kind in KINDS.items()
 ]
 JOB = described(
@@ -68,7 +68,7 @@ JOB = described(
                 an_object(
                     ("type", "reinforcement"),
                     type={"const": "reinforcement"},
-                    reinforcement=_inlined(Reinforcement.model_json_schema()),
+                    reinforcement=inlined(Reinforcement.model_json_schema()),
                 ),
                 an_object(("type",), type={"enum": sorted(FILE_TYPES)}),
             ]
