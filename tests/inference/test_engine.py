@@ -279,9 +279,12 @@ def test_prompts_computed_along_with_a_streamed_answer_are_those_of_a_quiet_engi
         assert begun.wait(60)
         beside = answers_to(live, prompts, params)
         assert not ended.is_set()
-        steps = live.stats()["step_ms"]
+        stats = live.stats()
+    steps, ratios = stats["step_ms"], stats["prefill_steps_in_steps"]
     assert 0 < steps["decode"]["p50"] <= steps["decode"]["p99"] <= steps["decode"]["max"]
     assert 6 <= steps["decode_and_prefill"]["count"] <= 9  # 61 tokens each in pieces of 24 or 32
+    assert ratios["count"] <= steps["decode_and_prefill"]["count"]
+    assert 0 < ratios["p50"] <= ratios["max"]
     for one, other in zip(quiet, beside, strict=True):
         assert one.token_ids == other.token_ids
         np.testing.assert_allclose(one.raw_logprobs, other.raw_logprobs, atol=1e-5)

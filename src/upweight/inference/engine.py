@@ -317,7 +317,8 @@ class Engine:
             self._hand_out(rows, drawn)
             if waited:
                 prefills = bool(plan.prefill or plan.beside)
-                self.metrics.step_seconds[prefills].append(time.perf_counter() - began)
+                step = self.runner.places(len(rows)), prefills, time.perf_counter() - began
+                self.metrics.decode_steps.append(step)
         elif plan.beside is not None:
             with self._watchdog.step():
                 self.runner.prefill([plan.beside])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 from upweight.inference.types import GenerationOutput
@@ -33,9 +34,8 @@ class EngineMetrics:
     cached_tokens: int = 0
     tokens_by_version: dict[int, int] = field(default_factory=dict)
     recent: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=RECENT))
-    step_seconds: tuple[deque[float], deque[float]] = field(
-        default_factory=lambda: (deque(maxlen=RECENT_STEPS), deque(maxlen=RECENT_STEPS))
-    )  # of steps that rows with tokens already waited for: without and with prefill
+    # Of steps that rows with tokens already waited for: places for rows, whether they prefilled too, seconds.
+    decode_steps: deque[tuple[int, bool, float]] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
 
     def token(self, version: int, times: RequestTimes) -> None:
         self.tokens += 1
@@ -73,7 +73,7 @@ class EngineMetrics:
             "cached_tokens": self.cached_tokens,
             "prefix_hit_rate": self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0,
             "tokens_by_version": dict(self.tokens_by_version),
-            "step_ms": {"decode": _spread(self.step_seconds[0]), "decode_and_prefill": _spread(self.step_seconds[1])},
+            **_step_times(list(self.decode_steps.copy())),  # a copy is made at once, while steps go on
             "avg_ttft_ms": _mean([task["ttft_ms"] for task in recent]),
             "avg_decode_tps": _mean([task["decode_tps"] for task in recent]),
             "avg_e2e_latency_ms": _mean([task["e2e_latency_ms"] for task in recent]),
@@ -86,11 +86,30 @@ def _mean(values: list[float | None]) -> float:
     return sum(known) / len(known) if known else 0.0
 
 
-def _spread(seconds: deque[float]) -> dict[str, float]:
-    """Milliseconds of the last steps; nothing before there was one."""
-    found = sorted(seconds.copy())  # a copy is made at once, while steps go on
+def _step_times(steps: list[tuple[int, bool, float]]) -> dict[str, Any]:
+    """Milliseconds of the last steps without and with prefill, and the latter in median steps of as many rows without."""
+    alone: dict[int, list[float]] = {}
+    beside: list[tuple[int, float]] = []
+    for size, prefills, seconds in steps:
+        if prefills:
+            beside.append((size, 1e3 * seconds))
+        else:
+            alone.setdefault(size, []).append(1e3 * seconds)
+    usual = {size: median(times) for size, times in alone.items()}
+    return {
+        "step_ms": {
+            "decode": _spread([time for times in alone.values() for time in times]),
+            "decode_and_prefill": _spread([time for _, time in beside]),
+        },
+        "prefill_steps_in_steps": _spread([time / usual[size] for size, time in beside if size in usual]),
+    }
+
+
+def _spread(values: list[float]) -> dict[str, float]:
+    """Nothing before there was one."""
+    found = sorted(values)
     if not found:
         return {}
     last = len(found) - 1
     places = {"p50": last // 2, "p99": -(-99 * last // 100), "max": last}
-    return {"count": float(len(found))} | {name: 1e3 * found[at] for name, at in places.items()}
+    return {"count": float(len(found))} | {name: found[at] for name, at in places.items()}

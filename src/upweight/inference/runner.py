@@ -87,6 +87,10 @@ class ModelRunner:
         """Distinct shapes run so far; each is one program, compiled or fetched from the cache."""
         return len(self._shapes)
 
+    def places(self, rows: int) -> int:
+        """The rows that a decode step computes for `rows` of them."""
+        return _round_up(rows, self.row_sizes)
+
     def prefill(self, pieces: Sequence[PrefillPiece]) -> list[Scored]:
         """Computes keys and values of the pieces, in order; a later piece may build on an earlier one."""
         scored: list[Scored] = []
@@ -105,7 +109,7 @@ class ModelRunner:
     def decode(self, rows: Sequence[Row], beside: PrefillPiece | None = None) -> Drawn:
         """Computes each row's last token and draws its next one; and the keys and values of a piece of another row, by the same
         call if it is short enough."""
-        size = _round_up(len(rows), self.row_sizes)
+        size = self.places(len(rows))
         together = rows if beside is None else [*rows, beside.row]  # it will decode at that width soon
         width = bucket(max(len(row.tokens) for row in together), _WIDTH)
         length = beside_tokens(size)
