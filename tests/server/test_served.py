@@ -28,6 +28,10 @@ NAMED = {"type": "function", "function": {"name": "f"}}
         ({"response_format": FORM}, True),
         ({"tool_choice": "required"}, True),
         ({"tool_choice": NAMED}, True),
+        ({"min_tokens": []}, True),
+        ({"top_k": "many"}, True),
+        ({"response_format": "json"}, True),
+        ({"temperature": []}, False),
     ],
 )
 def test_what_changes_the_distribution_is_known(request_: dict[str, Any], filtered: bool) -> None:

@@ -18,17 +18,24 @@ NEUTRAL = {"top_p": 1, "min_p": 0, "frequency_penalty": 0, "presence_penalty": 0
 def sampling_of(request: dict[str, Any]) -> tuple[float, bool, dict[str, Any]]:
     """(temperature, filtered, settings kept) of a request. Greedy counts as temperature 1, filtered: see training_data."""
     settings = {name: request[name] for name in SETTINGS_KEPT if request.get(name) is not None}
-    temperature = float(settings.get("temperature", 1.0))
+    given = settings.get("temperature", 1.0)
+    temperature = float(given) if isinstance(given, int | float) else 1.0
     filtered = any(settings.get(name, neutral) != neutral for name, neutral in NEUTRAL.items())
-    filtered = filtered or settings.get("top_k", 0) > 0 or bool(settings.get("logit_bias")) or temperature == 0.0
-    filtered = filtered or settings.get("min_tokens", 0) > 0 or _constrained(request)
+    filtered = filtered or any(_is_set(settings.get(name, 0)) for name in ("top_k", "min_tokens"))
+    filtered = filtered or bool(settings.get("logit_bias")) or temperature == 0.0 or _constrained(request)
     return (temperature or 1.0), filtered, settings
+
+
+def _is_set(value: object) -> bool:
+    """Whether a count is one. What is no number was answered by some worker all the same; it counts as set."""
+    return not isinstance(value, int | float) or value > 0
 
 
 def _constrained(request: dict[str, Any]) -> bool:
     """Whether a grammar may have left tokens out."""
     form, choice = request.get("response_format") or {}, request.get("tool_choice")
-    return form.get("type", "text") != "text" or choice not in (None, "none", "auto")
+    is_text = isinstance(form, dict) and form.get("type", "text") == "text"
+    return not is_text or choice not in (None, "none", "auto")
 
 
 def served_of(request: dict[str, Any], answer: dict[str, Any]) -> list[Served]:
