@@ -39,9 +39,8 @@ from upweight.server.settings import Settings
 from upweight.server.store.database import Database
 
 REQUEST_GRACE = 1  # seconds
-SWITCH_SECONDS = (
-    0.0002  # that a thread keeps the interpreter while others want it: the writer and readers of the store do
-)
+# That a thread keeps the interpreter while others want it: the writer and readers of the store do.
+SWITCH_SECONDS = 0.0002
 COLLECT_AFTER = 5000  # new objects
 
 
