@@ -13,10 +13,9 @@ from sqlalchemy import Row
 from starlette.background import BackgroundTask
 
 from upweight.server.api import openapi
-from upweight.server.api.context import JobOf, Parts, PartsOf, parse_json
+from upweight.server.api.context import JobOf, Parts, PartsOf, parse_json, read_small_body
 from upweight.server.api.job_answers import checkpoint_answer, checkpoint_version
 from upweight.server.api.paging import DEFAULT_LIMIT, Limit
-from upweight.server.api.small_bodies import read_small_body
 from upweight.server.home import model_bytes
 from upweight.server.refusals import Refusal, invalid, not_found
 from upweight.server.store import models, versions

@@ -28,6 +28,7 @@ from upweight.server.supervision.supervisor import Supervisor
 ResolveModel = Callable[[str], Any]
 KEY_HOLDS = 3.0  # seconds that a key is believed without asking the store: it may be revoked meanwhile
 LONGEST_REPEAT_KEY = 255  # characters
+MOST_OF_ORDERS = 256 * 1024  # bytes; parsed within milliseconds
 SMALL_BODY = 64 * 1024  # bytes; parsing less than this is quicker than a trip to a thread
 
 
@@ -98,11 +99,24 @@ async def read_body(request: Request, *, most_mb: int | None = None) -> bytes:
     limit = parts_of(request).settings.max_body_mb
     what = "send fewer samples per request" if most_mb is None else "send fewer prompts per request"
     limit = limit if most_mb is None else min(limit, most_mb)
+    return await _limited_body(request, limit * 1_000_000, f"the body is larger than {limit} MB; {what}")
+
+
+async def read_small_body(request: Request) -> bytes:
+    """That of an order, a few settings or numbers: it is read on the event loop, so none may be long enough to hold that up.
+
+    Raises Refusal 413 as soon as it is larger than `MOST_OF_ORDERS`.
+    """
+    text = f"the body is larger than {MOST_OF_ORDERS // 1024} KiB, the limit of this route; is it meant for it?"
+    return await _limited_body(request, MOST_OF_ORDERS, text)
+
+
+async def _limited_body(request: Request, most: int, refusal: str) -> bytes:
     chunks, size = [], 0
     async for chunk in request.stream():
         size += len(chunk)
-        if size > limit * 1_000_000:
-            raise Refusal(413, f"the body is larger than {limit} MB; {what}")
+        if size > most:
+            raise Refusal(413, refusal)
         chunks.append(chunk)
     return b"".join(chunks)
 

@@ -16,12 +16,12 @@ from upweight.server.api.context import (
     ProjectOf,
     answered_before,
     parse_json,
+    read_small_body,
     write_once,
 )
 from upweight.server.api.job_answers import job_answer
 from upweight.server.api.job_requests import parse_request, refuse_without_room, resolve_model
 from upweight.server.api.paging import DEFAULT_LIMIT, Limit
-from upweight.server.api.small_bodies import read_small_body
 from upweight.server.file_methods import FileMethod
 from upweight.server.store import jobs
 

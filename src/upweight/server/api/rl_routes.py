@@ -19,11 +19,11 @@ from upweight.server.api.context import (
     parts_of,
     project_of,
     read_body,
+    read_small_body,
     repeat_key,
     write_once,
 )
 from upweight.server.api.progress import explain, progress
-from upweight.server.api.small_bodies import read_small_body
 from upweight.server.api.uploads import parse_upload
 from upweight.server.ascii_json import AsciiJSON
 from upweight.server.methods import needs_task
