@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -73,7 +74,7 @@ class EngineMetrics:
             "cached_tokens": self.cached_tokens,
             "prefix_hit_rate": self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0,
             "tokens_by_version": dict(self.tokens_by_version),
-            **_step_times(list(self.decode_steps.copy())),  # a copy is made at once, while steps go on
+            **_step_times(self.decode_steps.copy()),  # a copy is made at once, while steps go on
             "avg_ttft_ms": _mean([task["ttft_ms"] for task in recent]),
             "avg_decode_tps": _mean([task["decode_tps"] for task in recent]),
             "avg_e2e_latency_ms": _mean([task["e2e_latency_ms"] for task in recent]),
@@ -86,7 +87,7 @@ def _mean(values: list[float | None]) -> float:
     return sum(known) / len(known) if known else 0.0
 
 
-def _step_times(steps: list[tuple[int, bool, float]]) -> dict[str, Any]:
+def _step_times(steps: Iterable[tuple[int, bool, float]]) -> dict[str, Any]:
     """Milliseconds of the last steps without and with prefill, and the latter in median steps of as many rows without."""
     alone: dict[int, list[float]] = {}
     beside: list[tuple[int, float]] = []
