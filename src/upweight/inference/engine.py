@@ -491,5 +491,5 @@ def _read(params: Params) -> str:
     """The fingerprint; `EngineError` when an array is not there any more."""
     try:
         return fingerprint(params)
-    except Exception as error:
+    except Exception as error:  # whatever the device says of an array that was given away
         raise EngineError(f"weights could not be swapped: {error}") from error

@@ -145,7 +145,7 @@ class Jobs(JobCollection):
         try:
             with call_limits(deadline=deadline, least=LEAST_LOOK_S) if deadline is not None else nullcontext():
                 job = self.get(job_id=job_id)
-        except Exception as error:
+        except Exception as error:  # which of them may pass, `is_retryable` knows
             if not is_retryable(error):
                 raise
             outage.note(error)

@@ -78,7 +78,7 @@ class UploadReader:
                     *command, pass_fds=[other.fileno()], start_new_session=True
                 )
             self._streams = await asyncio.open_connection(sock=mine)
-        except BaseException:
+        except BaseException:  # a cancelled start too leaves no socket open
             mine.close()
             raise
         return self._streams
