@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 State = Literal["working", "waiting", "stalled", "over"]
 
+FOR_MEMORY = "waits for memory"  # how the reason of a queued job begins for which a place alone is not enough
 QUIET = 60.0  # seconds without a sign of life after which a wait is called a stall
 
 
@@ -70,7 +71,7 @@ def _whole(facts: Facts) -> tuple[State, str]:
         case "succeeded" | "failed" | "cancelled":
             return "over", facts.reason or facts.job_status
         case "queued":
-            if facts.reason.startswith("waits for memory"):
+            if facts.reason.startswith(FOR_MEMORY):
                 return "waiting", "W" + facts.reason[1:].partition(";")[0]
             return (
                 "waiting",

@@ -11,6 +11,7 @@ from typing import Any
 
 from upweight.server.home import model_bytes
 from upweight.server.store.jobs import Job
+from upweight.server.waiting import FOR_MEMORY
 
 FEWEST, MOST = 512, 8192
 USABLE = 0.7  # of the free memory; the rest is for the engine's cache, compilation and neighbours
@@ -54,7 +55,7 @@ def shortage(needed: int, others: Iterable[tuple[int, int]], *, free: int, limit
         room = int(free * USABLE) - sum(most - held for most, held in grown)
     if needed <= room:
         return None
-    return f"waits for memory: it needs about {needed / 1e9:.2f} GB, {max(0, room) / 1e9:.2f} GB are left"
+    return f"{FOR_MEMORY}: it needs about {needed / 1e9:.2f} GB, {max(0, room) / 1e9:.2f} GB are left"
 
 
 def _weight_bytes(model_path: Path, *, lora: bool, keeps_start: bool) -> int:
